@@ -1,0 +1,1 @@
+"""Benchmarks: each checks correctness first, then prints one JSON line a case."""

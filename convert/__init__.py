@@ -1,0 +1,1 @@
+"""Hugging Face folders and GGUF files to jaxkv checkpoints, and back."""

@@ -1,0 +1,319 @@
+"""Static facts, frozen and validated: the model, the cache, the engine.
+
+`ModelConfig` keeps Hugging Face's names; `CacheConfig` is what the cache alone
+needs. All are hashable, so they can be static arguments of a jitted function, and
+nothing ever changes one after construction. Derived facts are properties.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+RopeType = Literal["linear", "llama3"]
+NULL_BLOCK = 0
+"""The padding block: never allocated, written and read by padding only."""
+
+KV_CACHE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _require_positive_int(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for long contexts.
+
+    Attributes:
+        rope_type: `linear` divides every frequency by `factor`; `llama3` divides
+            the low ones, keeps the high ones and blends in between (Llama 3.1).
+        factor: How many times longer the context becomes.
+        low_freq_factor: `llama3` only: wavelengths longer than
+            original / low_freq_factor are divided by `factor`.
+        high_freq_factor: `llama3` only: wavelengths shorter than
+            original / high_freq_factor are kept.
+        original_max_position_embeddings: `llama3` only, in tokens.
+    """
+
+    rope_type: RopeType
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        _require(
+            self.rope_type in ("linear", "llama3"),
+            f"rope_type must be 'linear' or 'llama3', got {self.rope_type!r}",
+        )
+        _require(self.factor > 0, f"rope factor must be > 0, got {self.factor!r}")
+        if self.rope_type == "llama3":
+            _require_positive_int(self, "original_max_position_embeddings")
+            _require(
+                0 < self.low_freq_factor < self.high_freq_factor,
+                "llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor, got "
+                f"{self.low_freq_factor!r} and {self.high_freq_factor!r}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape and the arithmetic of a Llama-architecture decoder.
+
+    Names are Hugging Face's. `head_dim` is never derived here: a converter reads it
+    or derives it once.
+
+    Attributes:
+        model_type: Family name as Hugging Face writes it (`llama`, `qwen2`, `qwen3`);
+            used by export, never by the arithmetic.
+        attention_bias: q, k and v projections have a bias.
+        attention_output_bias: The output projection has a bias too.
+        qk_norm: RMSNorm over head_dim on q and k, before RoPE (Qwen3).
+        eos_token_ids: Every id that ends generation; the union of what the source's
+            config files say.
+        dtype: Name of the parameters' dtype.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    model_type: str = "llama"
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        _require_positive_int(
+            self,
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        )
+        _require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"num_attention_heads {self.num_attention_heads} must be a multiple of "
+            f"num_key_value_heads {self.num_key_value_heads}",
+        )
+        _require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} must be even")
+        _require(
+            math.isfinite(self.rope_theta) and self.rope_theta > 0,
+            f"rope_theta must be > 0, got {self.rope_theta!r}",
+        )
+        _require(
+            self.dtype in ("float32", "bfloat16", "float16"),
+            f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}",
+        )
+        outside = [t for t in self.eos_token_ids if not 0 <= t < self.vocab_size]
+        _require(
+            not outside,
+            f"eos_token_ids {outside} lie outside the vocabulary of {self.vocab_size}",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a dict of plain JSON values that `from_json` reads back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "ModelConfig":
+        """Build a config from what `to_json` returned.
+
+        Raises:
+            ValueError: A key is unknown or missing, or a value is out of range.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(data) - known)
+        _require(not unknown, f"unknown keys in the model config: {unknown}")
+        required = {
+            field.name
+            for field in dataclasses.fields(cls)
+            if field.default is dataclasses.MISSING
+        }
+        missing = sorted(required - set(data))
+        _require(not missing, f"keys missing from the model config: {missing}")
+        values = dict(data)
+        if values.get("rope_scaling") is not None:
+            values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+        values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The shape of a paged KV cache.
+
+    Attributes:
+        num_blocks: Blocks in the pool, the null block included: one is never
+            allocated.
+        block_size: Tokens a block holds; the GPU kernels want a multiple of 8
+            (offsets of bulk copies into tiled shared memory are multiples of 8 rows).
+        kv_cache_dtype: Name of the dtype that K and V are stored in.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_blocks: int
+    block_size: int = 16
+    kv_cache_dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        _require_positive_int(
+            self, "num_layers", "num_kv_heads", "head_dim", "num_blocks", "block_size"
+        )
+        _require(
+            self.num_blocks >= 2,
+            f"num_blocks must be at least 2 (block 0 is the null block), got "
+            f"{self.num_blocks}",
+        )
+        _require(
+            self.kv_cache_dtype in KV_CACHE_DTYPES,
+            f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got "
+            f"{self.kv_cache_dtype!r}",
+        )
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of one stored K or V element."""
+        return 4 if self.kv_cache_dtype == "float32" else 2
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token's K and V take in all layers."""
+        per_head = self.head_dim * self.bytes_per_element
+        return 2 * self.num_layers * self.num_kv_heads * per_head
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block in all layers."""
+        return self.bytes_per_token * self.block_size
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole cache, the null block included."""
+        return self.bytes_per_block * self.num_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine runs a model; the same keywords as `LLM`.
+
+    Attributes:
+        dtype: Dtype of parameters and arithmetic; `auto` keeps the checkpoint's.
+        kv_cache_dtype: Dtype of stored K and V; `auto` is the arithmetic's.
+        block_size: Tokens a block; the GPU kernels want a multiple of 8.
+        num_blocks: Blocks in the pool, the null block included. None: what
+            `memory_fraction` of the device's memory holds beside the parameters; on
+            CPU the smaller of max_num_seqs * max_model_len tokens and a quarter of
+            the free memory.
+        memory_fraction: Share of a GPU's memory that the engine may use.
+        max_model_len: Longest request in tokens, prompt and output; None: the
+            checkpoint's. It may exceed the pool.
+        max_num_seqs: Most requests that run at once.
+        max_num_batched_tokens: Most tokens computed in one step; at least
+            max_num_seqs, so that every running request gets its token.
+        max_num_partial_prefills: Most requests whose prompts are part way at once.
+        long_prefill_token_threshold: Most tokens of one prompt in one step;
+            0: the whole budget.
+        policy: Order of waiting requests; only `fcfs` so far.
+        preemption: What happens to a preempted request's K and V; `auto` and
+            `recompute` drop and recompute them.
+        enable_prefix_caching: Must be False so far.
+        warmup: `eager` compiles every bucket in the constructor, `lazy` on first use.
+        debug_blocks: Check the block pool's invariants after every step.
+        attention_implementation: As `paged_attention`'s `implementation`.
+        seed: Seed of requests that bring none.
+    """
+
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_fraction: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_num_partial_prefills: int = 1
+    long_prefill_token_threshold: int = 0
+    policy: Literal["fcfs"] = "fcfs"
+    preemption: Literal["auto", "recompute"] = "auto"
+    enable_prefix_caching: bool = False
+    warmup: Literal["eager", "lazy"] = "eager"
+    debug_blocks: bool = False
+    attention_implementation: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require_positive_int(
+            self,
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_num_partial_prefills",
+        )
+        for name in ("num_blocks", "max_model_len"):
+            if getattr(self, name) is not None:
+                _require_positive_int(self, name)
+        dtypes = ("auto", *KV_CACHE_DTYPES)
+        for name, allowed in (
+            ("dtype", dtypes),
+            ("kv_cache_dtype", dtypes),
+            ("policy", ("fcfs",)),
+            ("preemption", ("auto", "recompute")),
+            ("enable_prefix_caching", (False,)),
+            ("warmup", ("eager", "lazy")),
+            (
+                "attention_implementation",
+                ("auto", "xla", "mosaic_gpu", "reference"),
+            ),
+        ):
+            value = getattr(self, name)
+            _require(
+                value in allowed, f"{name} must be one of {allowed}, got {value!r}"
+            )
+        _require(
+            0 < self.memory_fraction <= 1,
+            f"memory_fraction must be in (0, 1], got {self.memory_fraction!r}",
+        )
+        _require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least "
+            f"max_num_seqs {self.max_num_seqs}: every running request gets a token in "
+            "every step",
+        )
+        _require(
+            isinstance(self.long_prefill_token_threshold, int)
+            and self.long_prefill_token_threshold >= 0,
+            "long_prefill_token_threshold must be an integer >= 0, got "
+            f"{self.long_prefill_token_threshold!r}",
+        )
+        _require(
+            isinstance(self.seed, int) and 0 <= self.seed < 2**32,
+            f"seed must be an integer in [0, 2**32), got {self.seed!r}",
+        )

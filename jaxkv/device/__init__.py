@@ -1,0 +1,1 @@
+"""Computation: arrays and pure functions over them. Never imports the host half."""

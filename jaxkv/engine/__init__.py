@@ -1,0 +1,1 @@
+"""The bridge: the only place that sees both the host and the device half."""

@@ -1,0 +1,1 @@
+"""Decisions: requests, blocks, scheduling. Never imports jax."""

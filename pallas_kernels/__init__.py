@@ -1,0 +1,1 @@
+"""Attention kernels: arrays in, arrays out. Imports nothing of jaxkv."""
