@@ -1,0 +1,209 @@
+"""Writing a checkpoint: all of it or nothing, and never all of it in memory.
+
+A folder is written beside its place under a temporary name and renamed into it at
+the end; whatever goes wrong, the temporary is removed. Parameters go to Orbax in
+groups about as large as the largest tensor: one plain save would hold the model.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+import tqdm
+
+from convert.source import Source, TensorRef
+from jaxkv.config import ModelConfig
+from jaxkv.device.llama import param_shapes
+from jaxkv.engine.checkpoint import (
+    CONFIG_FILE,
+    FORMAT,
+    FORMAT_VERSION,
+    GENERATION_CONFIG_FILE,
+    PARAMS_FOLDER,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    group_by_bytes,
+    read_json,
+)
+
+CHECKPOINT_NAMES = frozenset(
+    (
+        CONFIG_FILE,
+        PARAMS_FOLDER,
+        TOKENIZER_FILE,
+        TOKENIZER_CONFIG_FILE,
+        GENERATION_CONFIG_FILE,
+    )
+)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Say whether a folder is a converted checkpoint and nothing else."""
+    names = {entry.name for entry in folder.iterdir()}
+    if not names <= CHECKPOINT_NAMES or CONFIG_FILE not in names:
+        return False
+    try:
+        return read_json(folder / CONFIG_FILE).get("format") == FORMAT
+    except ValueError:
+        return False
+
+
+def check_destination(
+    destination: Path, *, overwrite: bool, is_ours: Callable[[Path], bool]
+) -> None:
+    """Refuse a destination that is taken.
+
+    Args:
+        destination: The folder to be.
+        overwrite: Whether a folder of the same kind may be replaced.
+        is_ours: Says whether a folder holds what would be written there, and nothing
+            else. Only such a folder, or an empty one, is ever replaced.
+
+    Raises:
+        ValueError: It exists and may not be replaced; names it.
+    """
+    if not destination.exists():
+        return
+    if not overwrite:
+        raise ValueError(f"{destination} exists already; --overwrite replaces it")
+    if not destination.is_dir() or not (
+        is_ours(destination) or not any(destination.iterdir())
+    ):
+        raise ValueError(
+            f"{destination} holds more than what this command writes, so that it is "
+            "not replaced; remove it first, or choose another place"
+        )
+
+
+@contextlib.contextmanager
+def new_folder(
+    destination: Path, *, overwrite: bool, is_ours: Callable[[Path], bool]
+) -> Iterator[Path]:
+    """Give an empty folder that becomes `destination` if the block succeeds.
+
+    Arguments and errors are those of `check_destination`. If the block raises, the
+    folder is removed and the destination stays as it was.
+    """
+    destination = destination.resolve()
+    check_destination(destination, overwrite=overwrite, is_ours=is_ours)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    tag = f"{destination.name}.{{}}-{os.getpid()}"
+    temporary = destination.with_name("." + tag.format("incomplete"))
+    replaced = destination.with_name("." + tag.format("replaced"))
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        # Again: it may have been taken while we were writing.
+        check_destination(destination, overwrite=overwrite, is_ours=is_ours)
+        if destination.exists():
+            destination.rename(replaced)
+        try:
+            temporary.rename(destination)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(destination)
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def write_checkpoint(
+    source: Source,
+    destination: Path,
+    *,
+    dtype: str = "auto",
+    overwrite: bool = False,
+    progress: bool = True,
+) -> None:
+    """Write an opened source as a checkpoint.
+
+    Args:
+        source: Every parameter is loaded from it once, one after another.
+        destination: A folder that does not exist yet, or may be replaced.
+        dtype: Of all parameters; `auto` keeps the source's.
+        overwrite: Replace a checkpoint that is there.
+        progress: Show a progress bar, in bytes, on stderr.
+
+    Raises:
+        ValueError: The destination is taken, or a value does not fit the dtype.
+    """
+    config = source.config
+    if dtype != "auto":
+        config = dataclasses.replace(config, dtype=dtype)
+    with new_folder(destination, overwrite=overwrite, is_ours=is_checkpoint) as folder:
+        write_json(
+            folder / CONFIG_FILE,
+            {
+                "format": FORMAT,
+                "format_version": FORMAT_VERSION,
+                "model": config.to_json(),
+            },
+        )
+        write_json(folder / GENERATION_CONFIG_FILE, source.generation_config)
+        if source.tokenizer_json is not None:
+            # The class reads tokenizer.json as it is; one that transformers chose by
+            # model_type might rebuild it.
+            settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            settings |= source.tokenizer_config
+            write_json(folder / TOKENIZER_CONFIG_FILE, settings)
+            (folder / TOKENIZER_FILE).write_bytes(source.tokenizer_json.encode("utf-8"))
+        _write_params(folder / PARAMS_FOLDER, config, source, progress)
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write an object as indented UTF-8 JSON."""
+    path.write_text(
+        json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+
+
+def byte_bar(total: int, title: str, progress: bool) -> tqdm.tqdm:
+    """Return the one progress bar of a command; it shows nothing unless asked to."""
+    return tqdm.tqdm(
+        total=total,
+        desc=title,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        disable=not progress,
+    )
+
+
+def _write_params(
+    folder: Path, config: ModelConfig, source: Source, progress: bool
+) -> None:
+    dtype = np.dtype(config.dtype)
+    sizes = {
+        name: source.tensors[name].num_elements * dtype.itemsize
+        for name in param_shapes(config)
+    }
+    with byte_bar(sum(sizes.values()), "converting", progress) as bar:
+        for names in group_by_bytes(sizes):
+            ocp.partial.save(
+                folder, {name: _load_as(source.tensors[name], dtype) for name in names}
+            )
+            bar.update(sum(sizes[name] for name in names))
+    ocp.partial.finalize(folder)
+
+
+def _load_as(ref: TensorRef, dtype: np.dtype) -> np.ndarray:
+    """Load one tensor and cast it, rounding to nearest."""
+    array = ref.load()
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    if dtype.itemsize < array.dtype.itemsize or dtype == np.float16:
+        fits = np.isfinite(cast) == np.isfinite(array)
+        if not fits.all():
+            raise ValueError(f"{ref.name} has values beyond the range of {dtype.name}")
+    return cast

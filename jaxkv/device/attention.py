@@ -1,0 +1,145 @@
+"""Ragged paged attention: checks the arguments and picks an implementation.
+
+*Ragged*: one call serves rows with one query (decoding) beside rows with many
+(prefill chunks). Query i of a row lies at position kv_len - q_len + i and sees that
+row's keys at positions up to its own.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, Float, Int32
+
+from jaxkv.device.attention_xla import paged_attention_xla
+from jaxkv.device.cache import KVCache
+from pallas_kernels import paged_attention_mosaic_gpu, paged_attention_reference
+
+Implementation = Callable[..., tuple[jax.Array, jax.Array]]
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "mosaic_gpu": paged_attention_mosaic_gpu,
+    "xla": paged_attention_xla,
+    "reference": paged_attention_reference,
+}
+_AUTO_ORDER = {"gpu": ("mosaic_gpu", "xla")}
+
+
+def paged_attention(
+    q: Float[Array, "tokens q_heads head_dim"],
+    cache: KVCache,
+    layer: int,
+    *,
+    block_tables: Int32[Array, "rows width"],
+    kv_lens: Int32[Array, " rows"],
+    cu_q_lens: Int32[Array, " rows+1"],
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    return_lse: bool = False,
+    implementation: str = "auto",
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attend from every query to its row's keys and values in the cache.
+
+    This step's keys are read from the cache like all others: call `write_kv` first.
+    Slots that no token was written to never matter, whatever they hold. Scores,
+    softmax and accumulation are float32.
+
+    Args:
+        q: Queries after RoPE, the rows' one after another, padding last.
+        cache: The cache, this step's keys and values included; only read.
+        layer: Index of the layer.
+        block_tables: Each row's blocks in order; tails are `NULL_BLOCK`.
+        kv_lens: Tokens each row attends to, this step's included; 0 for padding rows.
+        cu_q_lens: Row r's queries are q[cu_q_lens[r]:cu_q_lens[r + 1]]; rows of none
+            are allowed.
+        scale: Factor on the scores; None: 1 / sqrt(head_dim).
+        window: Each query sees only its last `window` keys, its own included.
+        soft_cap: Scores become soft_cap * tanh(score / soft_cap).
+        return_lse: Return the scores' log-sum-exp too.
+        implementation: `auto` takes the fastest that can do the case on this
+            backend; a named one raises where it cannot.
+
+    Returns:
+        Outputs like q, and with `return_lse` the float32 [tokens, q_heads]
+        log-sum-exp. A query that sees no key, and every token past cu_q_lens[-1],
+        gets output 0 and log-sum-exp -inf.
+
+    Raises:
+        ValueError: Arguments that do not fit each other or the cache.
+        NotImplementedError: The named implementation cannot do this case.
+        ExceptionGroup: With `auto`, none can.
+    """
+    _check_arguments(q, cache, layer, block_tables, kv_lens, cu_q_lens)
+    _check_options(scale, window, soft_cap)
+    layer_kv = cache.layers[layer]
+    arguments = (q, layer_kv.k, layer_kv.v, block_tables, kv_lens, cu_q_lens)
+    options = {
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "window": window,
+        "soft_cap": soft_cap,
+    }
+    out, lse = _first_that_can(implementation, arguments, options)
+    return (out, lse) if return_lse else out
+
+
+def _first_that_can(
+    implementation: str, arguments: tuple, options: dict
+) -> tuple[jax.Array, jax.Array]:
+    if implementation != "auto":
+        if implementation not in IMPLEMENTATIONS:
+            allowed = ("auto", *IMPLEMENTATIONS)
+            raise ValueError(
+                f"implementation must be one of {allowed}, got {implementation!r}"
+            )
+        return IMPLEMENTATIONS[implementation](*arguments, **options)
+    errors = []
+    for name in _AUTO_ORDER.get(jax.default_backend(), ("xla",)):
+        try:
+            return IMPLEMENTATIONS[name](*arguments, **options)
+        except NotImplementedError as error:
+            errors.append(error)
+    raise ExceptionGroup("no implementation of paged_attention can do this", errors)
+
+
+def _check_arguments(
+    q: jax.Array,
+    cache: KVCache,
+    layer: int,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+) -> None:
+    if not 0 <= layer < len(cache.layers):
+        raise ValueError(
+            f"layer {layer} is outside the cache's {len(cache.layers)} layers"
+        )
+    _, kv_heads, _, head_dim = cache.layers[layer].k.shape
+    if q.ndim != 3 or q.shape[2] != head_dim:
+        raise ValueError(
+            f"q has shape {q.shape}, expected [tokens, q_heads, head_dim={head_dim}]"
+        )
+    if q.shape[1] % kv_heads:
+        raise ValueError(
+            f"q has {q.shape[1]} heads, not a multiple of the cache's {kv_heads} "
+            "kv_heads"
+        )
+    rows = block_tables.shape[0]
+    for name, array, expected in (
+        ("block_tables", block_tables, (rows, block_tables.shape[-1])),
+        ("kv_lens", kv_lens, (rows,)),
+        ("cu_q_lens", cu_q_lens, (rows + 1,)),
+    ):
+        if array.shape != expected:
+            raise ValueError(f"{name} has shape {array.shape}, expected {expected}")
+        if array.dtype != "int32":
+            raise ValueError(f"{name} must be int32, got {array.dtype}")
+
+
+def _check_options(
+    scale: float | None, window: int | None, soft_cap: float | None
+) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 or None, got {window}")
+    for name, value in (("scale", scale), ("soft_cap", soft_cap)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be > 0 or None, got {value}")

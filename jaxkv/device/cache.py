@@ -1,0 +1,159 @@
+"""The device half of the cache: arrays, and pure functions over them.
+
+A *block* holds `block_size` tokens of one layer, and one block id means the same
+place in every layer. A *slot* is one token's place:
+`slot = block_id * block_size + offset`. Block 0 is never handed out, so padding may
+write to it and read from it freely.
+
+Nothing here is jitted or donated: the caller jits and donates. A donated cache is
+updated in place; without donation every write copies the pool.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxkv.config import CacheConfig
+
+
+class LayerKV(NamedTuple):
+    """One layer's keys and values; replaced, never mutated."""
+
+    k: Float[Array, "num_blocks kv_heads block_size head_dim"]
+    v: Float[Array, "num_blocks kv_heads block_size head_dim"]
+
+
+class KVCache(NamedTuple):
+    """Every layer's keys and values: what a jitted step takes, donates and returns."""
+
+    layers: tuple[LayerKV, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, the null block included."""
+        return self.layers[0].k.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block holds."""
+        return self.layers[0].k.shape[2]
+
+
+def init_cache(
+    config: CacheConfig, sharding: jax.sharding.Sharding | None = None
+) -> KVCache:
+    """Allocate an empty cache, filled with zeros.
+
+    Args:
+        config: The cache's shape and dtype.
+        sharding: Where each [num_blocks, kv_heads, block_size, head_dim] array lies;
+            `kv_heads` is the axis to shard. None: JAX's default device.
+
+    Returns:
+        A cache of `config.total_bytes` bytes.
+    """
+    shape = (
+        config.num_blocks,
+        config.num_kv_heads,
+        config.block_size,
+        config.head_dim,
+    )
+
+    def zeros() -> jax.Array:
+        return jnp.zeros(shape, config.kv_cache_dtype, device=sharding)
+
+    return KVCache(
+        layers=tuple(LayerKV(k=zeros(), v=zeros()) for _ in range(config.num_layers))
+    )
+
+
+def write_blocks(
+    blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
+    new: Float[Array, "tokens kv_heads head_dim"],
+    slot_mapping: Int32[Array, " tokens"],
+) -> Float[Array, "num_blocks kv_heads block_size head_dim"]:
+    """Store one layer's new keys (or values) at their slots.
+
+    Args:
+        blocks: The layer's blocks, as they were before this step.
+        new: One row per token of the batch, padding included; cast to the blocks'
+            dtype.
+        slot_mapping: Slot of each token. Real tokens have distinct slots outside
+            `NULL_BLOCK`; padding tokens have slots inside it.
+
+    Returns:
+        The blocks with `new` in place and every other slot unchanged.
+    """
+    block_size = blocks.shape[2]
+    block_ids = slot_mapping // block_size
+    offsets = slot_mapping % block_size
+    return blocks.at[block_ids, :, offsets].set(new.astype(blocks.dtype))
+
+
+def write_kv(
+    cache: KVCache,
+    layer: int,
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    slot_mapping: Int32[Array, " tokens"],
+) -> KVCache:
+    """Store one layer's new keys and values.
+
+    Values are the caller's to check before the step: inside jit nothing raises, a
+    slot past the pool is dropped and a negative one wraps around.
+
+    Args:
+        cache: Not donated here; donate it in the jitted function that calls this.
+        layer: Index of the layer.
+        k: New keys, after RoPE, padding included.
+        v: New values.
+        slot_mapping: See `write_blocks`.
+
+    Returns:
+        A cache in which only the named slots of the named layer differ.
+
+    Raises:
+        ValueError: `layer`, the heads or the head_dim do not fit the cache.
+    """
+    if not 0 <= layer < len(cache.layers):
+        raise ValueError(
+            f"layer {layer} is outside the cache's {len(cache.layers)} layers"
+        )
+    _, kv_heads, _, head_dim = cache.layers[layer].k.shape
+    for name, new in (("k", k), ("v", v)):
+        expected = (slot_mapping.shape[0], kv_heads, head_dim)
+        if new.shape != expected:
+            raise ValueError(
+                f"{name} has shape {new.shape}, expected [tokens, kv_heads, head_dim]"
+                f" = {expected}"
+            )
+    old = cache.layers[layer]
+    written = LayerKV(
+        k=write_blocks(old.k, k, slot_mapping),
+        v=write_blocks(old.v, v, slot_mapping),
+    )
+    return KVCache(layers=(*cache.layers[:layer], written, *cache.layers[layer + 1 :]))
+
+
+def copy_blocks(
+    cache: KVCache,
+    src_ids: Int32[Array, " copies"],
+    dst_ids: Int32[Array, " copies"],
+) -> KVCache:
+    """Copy whole blocks, in every layer, K and V both.
+
+    All reads come before any write, so a block may be both source and target. The
+    pair (0, 0) is padding. Targets outside `NULL_BLOCK` must be distinct.
+
+    Args:
+        cache: Not donated here.
+        src_ids: Blocks to read.
+        dst_ids: Blocks to overwrite, one for each source.
+    """
+
+    def copy(blocks: jax.Array) -> jax.Array:
+        return blocks.at[dst_ids].set(blocks[src_ids])
+
+    return jax.tree.map(copy, cache)

@@ -1,0 +1,389 @@
+"""`Engine`: requests in, a step at a time, outputs out.
+
+One step is schedule, build, execute, commit; everything else here is bookkeeping
+around it: what the user gave, what was generated, what is to be reported.
+"""
+
+import dataclasses
+import operator
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.config import CacheConfig, EngineConfig, ModelConfig
+from jaxkv.device.llama import Params
+from jaxkv.device.sampling import MAX_SUPPRESSED
+from jaxkv.device.step import StepOutput
+from jaxkv.engine.batch import BatchBuilder, make_buckets, wants_prompt_logprobs
+from jaxkv.engine.outputs import EngineStats, RequestOutput
+from jaxkv.engine.records import RequestRecord, make_detokenizer
+from jaxkv.engine.runner import ModelRunner, RequestKeys, Runner
+from jaxkv.engine.sizing import choose_num_blocks
+from jaxkv.host.request import Request, SamplingParams, max_total_tokens
+from jaxkv.host.scheduler import Schedule, Scheduler
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """Numbers that an engine works within, all decided.
+
+    Attributes:
+        num_token_ids: Ids that can be given and chosen: [0, num_token_ids). Rows of
+            the vocabulary beyond are padding.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    num_token_ids: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Engine:
+    """Continuous batching over a paged KV cache.
+
+    It belongs to one thread: no method may be called while another runs.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        limits: EngineLimits,
+        config: EngineConfig,
+        tokenizer: Any | None = None,
+    ):
+        """Drive a runner; most callers want `from_params`.
+
+        Args:
+            runner: What runs batches.
+            limits: Sizes of its model and cache.
+            config: How to schedule.
+            tokenizer: Anything with encode(str) and decode(ids); without one, text
+                is "" and a stop string is an error.
+        """
+        self.config = config
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(
+            num_blocks=limits.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_partial_prefills=config.max_num_partial_prefills,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+        )
+        self._runner = runner
+        self._builder = BatchBuilder(
+            buckets=make_buckets(config.max_num_seqs, config.max_num_batched_tokens),
+            block_size=config.block_size,
+            num_blocks=limits.num_blocks,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+        )
+        self._request_keys = RequestKeys(config.seed)
+        self._keys: dict[str, np.ndarray] = {}  # of requests that draw, by child id
+        self._records: dict[str, RequestRecord] = {}  # unfinished, by request id
+        self._by_child: dict[str, RequestRecord] = {}
+        self._unreported: list[RequestRecord] = []  # aborted since the last step
+        self._num_arrivals = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._num_steps = 0
+        self._step_seconds = 0.0
+        self._device_seconds = 0.0
+
+    @classmethod
+    def from_params(
+        cls,
+        params: Params,
+        model_config: ModelConfig,
+        config: EngineConfig | None = None,
+        tokenizer: Any | None = None,
+    ) -> "Engine":
+        """Make an engine for a Llama-architecture model.
+
+        Args:
+            params: Flat state by dotted name, as `tiny_llama` and `load_params`
+                return it. Kept, and never donated.
+            model_config: The model's config.
+            config: How to run it; None: the defaults.
+            tokenizer: See `Engine`. One with `vocab_size` also says which rows of
+                the vocabulary are padding.
+
+        Raises:
+            ValueError: Parameters, configs or limits do not fit each other.
+        """
+        config = config or EngineConfig()
+        if config.dtype != "auto":
+            model_config = dataclasses.replace(model_config, dtype=config.dtype)
+        cache_dtype = config.kv_cache_dtype
+        cache_dtype = model_config.dtype if cache_dtype == "auto" else cache_dtype
+        max_model_len = _max_model_len(model_config, config)
+        cache_config = CacheConfig(
+            num_layers=model_config.num_hidden_layers,
+            num_kv_heads=model_config.num_key_value_heads,
+            head_dim=model_config.head_dim,
+            num_blocks=config.num_blocks or 2,
+            block_size=config.block_size,
+            kv_cache_dtype=cache_dtype,
+        )
+        if config.num_blocks is None:
+            num_blocks = choose_num_blocks(cache_config, config, max_model_len)
+            cache_config = dataclasses.replace(cache_config, num_blocks=num_blocks)
+        vocab_size = model_config.vocab_size
+        limits = EngineLimits(
+            num_blocks=cache_config.num_blocks,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            num_token_ids=min(vocab_size, getattr(tokenizer, "vocab_size", vocab_size)),
+            eos_token_ids=model_config.eos_token_ids,
+        )
+        runner = ModelRunner(
+            params,
+            model_config,
+            cache_config,
+            num_token_ids=limits.num_token_ids,
+            attention_implementation=config.attention_implementation,
+        )
+        engine = cls(runner, limits, config, tokenizer)
+        if config.warmup == "eager":
+            runner.compile([engine._builder.empty(b) for b in engine._builder.buckets])
+        return engine
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams | None = None,
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: Must not be that of an unfinished request.
+            prompt_token_ids: At least one id, each inside the vocabulary.
+            sampling_params: None: the defaults.
+
+        Raises:
+            ValueError: Something is wrong with the request, or it could never fit;
+                nothing was queued.
+        """
+        params = sampling_params or SamplingParams()
+        prompt = self.check_request(prompt_token_ids, params)
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id must be a string, got {request_id!r}")
+        if request_id in self._records:
+            raise ValueError(f"request id {request_id!r} is already in use")
+        record = RequestRecord(request_id, prompt, params)
+        arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._records[request_id] = record
+        for child in range(params.n):
+            request = self._make_child(record, child)
+            if not params.is_greedy:
+                self._keys[request.request_id] = self._request_keys.derive(
+                    params.seed, arrival, child
+                )
+            self._by_child[request.request_id] = record
+            self.scheduler.add(request)
+
+    def check_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> list[int]:
+        """Check a request as `add_request` would, without queueing it.
+
+        Returns:
+            The prompt as a list of Python integers.
+
+        Raises:
+            ValueError: As `add_request`.
+        """
+        prompt = _token_ids(prompt_token_ids)
+        self._max_total_tokens(len(prompt), params)
+        num_token_ids = self.limits.num_token_ids
+        outside = [token for token in prompt if not 0 <= token < num_token_ids]
+        if outside:
+            raise ValueError(
+                f"prompt token ids outside the vocabulary of {num_token_ids}: "
+                f"{outside[:8]}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop strings {params.stop} need a tokenizer")
+        outside = [t for t in params.stop_token_ids if t >= self.limits.vocab_size]
+        if outside:
+            raise ValueError(
+                f"stop_token_ids outside the vocabulary of {self.limits.vocab_size}: "
+                f"{outside[:8]}"
+            )
+        num_stop_ids = len({*params.stop_token_ids, *self.limits.eos_token_ids})
+        if params.min_tokens and num_stop_ids > MAX_SUPPRESSED:
+            raise ValueError(
+                f"min_tokens can hold back at most {MAX_SUPPRESSED} EOS and stop ids, "
+                f"got {num_stop_ids}"
+            )
+        return prompt
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request; the next step reports it. An unknown id is ignored."""
+        record = self._records.get(request_id)
+        if record is None:
+            return
+        for child in record.children:
+            self.scheduler.abort(child.request_id)
+        self._forget(record)
+        self._unreported.append(record)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything left to do or to report."""
+        return bool(self._records or self._unreported)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step.
+
+        Returns:
+            Outputs of the requests that got a token or ended, in order of arrival.
+        """
+        start = time.perf_counter()
+        touched, self._unreported = self._unreported, []
+        schedule = self.scheduler.schedule()
+        if schedule.rows:
+            output = self._execute(schedule)
+            touched += self._commit(schedule, output)
+        if self.config.debug_blocks:
+            self.scheduler.check_invariants()
+        outputs = [record.output() for record in touched]
+        self._step_seconds += time.perf_counter() - start
+        return outputs
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached block; there are none so far."""
+        return True
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of blocks, queues and counters."""
+        pool = self.scheduler.pool
+        return EngineStats(
+            total_blocks=self.limits.num_blocks - 1,
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
+            held_blocks=pool.num_held,
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            num_swapped=0,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_swapped_out_bytes=0,
+            num_swapped_in_bytes=0,
+            prefix_queries=0,
+            prefix_hits=0,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            num_compilations=self._runner.num_compilations,
+            num_steps=self._num_steps,
+            step_seconds=self._step_seconds,
+            device_seconds=self._device_seconds,
+        )
+
+    def _max_total_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+        return max_total_tokens(
+            prompt_len,
+            params.max_tokens,
+            max_model_len=self.limits.max_model_len,
+            num_blocks=self.limits.num_blocks,
+            block_size=self.config.block_size,
+        )
+
+    def _make_child(self, record: RequestRecord, child: int) -> Request:
+        """Make one of a request's n outputs, with an id of its own."""
+        params = record.sampling_params
+        detokenizer = make_detokenizer(self.tokenizer, record.prompt_token_ids, params)
+        request = Request(
+            f"{child}/{record.request_id}",
+            record.prompt_token_ids,
+            params,
+            max_total_tokens=self._max_total_tokens(
+                len(record.prompt_token_ids), params
+            ),
+            eos_token_ids=self.limits.eos_token_ids,
+            child=child,
+            text_stop=detokenizer,
+        )
+        record.add_child(request, detokenizer)
+        return request
+
+    def _execute(self, schedule: Schedule) -> StepOutput:
+        """Run what was scheduled; a failed step leaves the schedule undone."""
+        try:
+            batch = self._builder.build(
+                schedule, self.scheduler.block_tables.table, self._keys.__getitem__
+            )
+            start = time.perf_counter()
+            output = self._runner.execute(batch)
+        except BaseException:
+            self.scheduler.discard(schedule)
+            raise
+        self._device_seconds += time.perf_counter() - start
+        self._num_steps += 1
+        return output
+
+    def _commit(self, schedule: Schedule, output: StepOutput) -> list[RequestRecord]:
+        """Give every request what the step made for it; return whom it concerns."""
+        token_ids = output.token_ids[: len(schedule.rows)]
+        updated = self.scheduler.commit(schedule, token_ids)
+        self._generation_tokens += len(updated)
+        self._take_prompt_logprobs(schedule, output)
+        line_of = {id(row.request): line for line, row in enumerate(schedule.rows)}
+        touched: dict[str, RequestRecord] = {}
+        for request in updated:
+            record = self._by_child[request.request_id]
+            if request.num_output_tokens == 1:
+                self._prompt_tokens += request.num_prompt_tokens * (request.child == 0)
+            record.take_token(request, output.logprobs, line_of[id(request)])
+            if record.finished:
+                self._forget(record)
+            touched[record.request_id] = record
+        return sorted(touched.values(), key=operator.attrgetter("arrival"))
+
+    def _take_prompt_logprobs(self, schedule: Schedule, output: StepOutput) -> None:
+        begin = 0
+        for row in schedule.rows:
+            if wants_prompt_logprobs(row):
+                record = self._by_child.get(row.request.request_id)
+                if record is not None:
+                    record.take_prompt_logprobs(
+                        output.prompt_logprobs, begin, row.start, row.num_tokens
+                    )
+            begin += row.num_tokens
+
+    def _forget(self, record: RequestRecord) -> None:
+        del self._records[record.request_id]
+        for child in record.children:
+            del self._by_child[child.request_id]
+            self._keys.pop(child.request_id, None)
+
+
+def _max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:
+    longest = model_config.max_position_embeddings
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        raise ValueError(
+            f"max_model_len {config.max_model_len} exceeds the model's "
+            f"max_position_embeddings {longest}"
+        )
+    return config.max_model_len
+
+
+def _token_ids(prompt_token_ids: Sequence[int]) -> list[int]:
+    """Return the ids as Python integers; numpy's integers are taken too."""
+    if isinstance(prompt_token_ids, str | bytes):
+        raise ValueError("prompt_token_ids must be token ids, got a string")
+    try:
+        tokens = list(prompt_token_ids)
+        if any(isinstance(token, bool) for token in tokens):
+            raise TypeError
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        raise ValueError(
+            f"prompt_token_ids must be a list of integers, got {prompt_token_ids!r:.80}"
+        ) from None

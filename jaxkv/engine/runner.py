@@ -1,0 +1,131 @@
+"""Runs batches on the device: parameters, the cache, and one executable a bucket.
+
+Executables are compiled ahead of time and called as such, so a step can compile
+nothing by accident: arguments of another shape or sharding are an error.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.config import CacheConfig, ModelConfig
+from jaxkv.device.cache import init_cache
+from jaxkv.device.llama import Params, check_params, param_shapes
+from jaxkv.device.sampling import PRNG_IMPL
+from jaxkv.device.step import Batch, StepOutput, make_step
+from jaxkv.engine.batch import Bucket
+
+
+class Runner(Protocol):
+    """What an engine needs of a device: `ModelRunner`, or a script in tests."""
+
+    num_compilations: int
+
+    def execute(self, batch: Batch) -> StepOutput:
+        """Run one step; return once its results are on the host."""
+        ...
+
+
+class ModelRunner:
+    """A model and its cache on the device."""
+
+    def __init__(
+        self,
+        params: Params,
+        model_config: ModelConfig,
+        cache_config: CacheConfig,
+        *,
+        num_token_ids: int,
+        attention_implementation: str,
+    ):
+        """Put the parameters in order and allocate the cache.
+
+        Raises:
+            ValueError: The parameters do not fit the model config.
+        """
+        check_params(model_config, params)
+        dtype = jnp.dtype(model_config.dtype)
+        self._params = tuple(
+            jnp.asarray(params[name], dtype) for name in param_shapes(model_config)
+        )
+        self._cache = init_cache(cache_config)
+        self._step = jax.jit(
+            make_step(
+                model_config,
+                num_token_ids=num_token_ids,
+                attention_implementation=attention_implementation,
+            ),
+            donate_argnums=(1,),
+        )
+        self._executables: dict[Bucket, Callable] = {}
+        self.num_compilations = 0
+
+    def compile(self, batches: list[Batch]) -> None:
+        """Compile the steps for batches shaped like these, two at a time."""
+
+        def compile_one(batch: Batch) -> tuple[Bucket, Callable]:
+            lowered = self._step.lower(self._params, self._cache, batch)
+            return _bucket_of(batch), lowered.compile()
+
+        missing = [b for b in batches if _bucket_of(b) not in self._executables]
+        with ThreadPoolExecutor(max_workers=2) as threads:
+            for bucket, executable in threads.map(compile_one, missing):
+                self._executables[bucket] = executable
+                self.num_compilations += 1
+
+    def execute(self, batch: Batch) -> StepOutput:
+        """Run one step; compile its bucket if this is the first use.
+
+        The cache goes in donated and its successor takes its place.
+
+        Returns:
+            The step's output as numpy arrays.
+        """
+        bucket = _bucket_of(batch)
+        if bucket not in self._executables:
+            self.compile([batch])
+        output, self._cache = self._executables[bucket](
+            self._params, self._cache, batch
+        )
+        # One wait for all; fetching arrays one by one would wait for each.
+        return jax.device_get(output)
+
+
+def _bucket_of(batch: Batch) -> Bucket:
+    return Bucket(rows=batch.kv_lens.shape[0], tokens=batch.token_ids.shape[0])
+
+
+class RequestKeys:
+    """Derives each request's random key data; compiled once, in the constructor."""
+
+    def __init__(self, engine_seed: int):
+        def seeded(seed: jax.Array, child: jax.Array) -> jax.Array:
+            return _key_data(jax.random.fold_in(_key(seed), child))
+
+        def unseeded(arrival: jax.Array, child: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(_key(np.uint32(engine_seed)), arrival)
+            return _key_data(jax.random.fold_in(key, child))
+
+        zero = np.uint32(0)
+        self._seeded = jax.jit(seeded).lower(zero, zero).compile()
+        self._unseeded = jax.jit(unseeded).lower(zero, zero).compile()
+
+    def derive(self, seed: int | None, arrival: int, child: int) -> np.ndarray:
+        """Return uint32 [2] key data: of the seed, or of the order of arrival."""
+        if seed is None:
+            data = self._unseeded(np.uint32(arrival % 2**32), np.uint32(child))
+        else:
+            data = self._seeded(np.uint32(seed), np.uint32(child))
+        return np.asarray(data)
+
+
+def _key(seed: jax.Array | np.uint32) -> jax.Array:
+    return jax.random.key(seed, impl=PRNG_IMPL)
+
+
+def _key_data(key: jax.Array) -> jax.Array:
+    return jax.random.key_data(key)

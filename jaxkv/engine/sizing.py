@@ -1,0 +1,49 @@
+"""How many blocks fit, when the user does not say."""
+
+import os
+
+import jax
+
+from jaxkv.config import CacheConfig, EngineConfig
+
+
+def choose_num_blocks(
+    cache_config: CacheConfig, config: EngineConfig, max_model_len: int
+) -> int:
+    """Return the number of blocks, the null block included, that memory allows.
+
+    On a GPU: what `memory_fraction` of its memory leaves beside what is in use now,
+    the parameters among it. On a CPU: the smaller of max_num_seqs requests of
+    max_model_len tokens and a quarter of the free memory.
+
+    Raises:
+        ValueError: Not even one block fits.
+    """
+    device = jax.local_devices()[0]
+    memory = device.memory_stats() if device.platform != "cpu" else None
+    if memory and "bytes_limit" in memory:
+        available = int(memory["bytes_limit"] * config.memory_fraction)
+        available -= memory["bytes_in_use"]
+    else:
+        available = _free_host_bytes() // 4
+    most_useful = config.max_num_seqs * -(-max_model_len // cache_config.block_size)
+    fitting = available // cache_config.bytes_per_block
+    if fitting < 2:
+        raise ValueError(
+            f"no room for a KV cache: {max(available, 0)} bytes are available and a "
+            f"block of {cache_config.block_size} tokens takes "
+            f"{cache_config.bytes_per_block}"
+        )
+    return min(most_useful + 1, fitting)
+
+
+def _free_host_bytes() -> int:
+    """Return the memory that can be had without swapping."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

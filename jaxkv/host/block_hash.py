@@ -1,0 +1,82 @@
+"""Names for the content of blocks: a chain of SHA-256 digests.
+
+A block's digest covers its parent's digest, and so every token before it, besides its
+own tokens and whatever else decides its K and V (an adapter, a salt). Equal digests
+mean equal content, in every process and on every machine.
+"""
+
+import hashlib
+import operator
+from collections.abc import Sequence
+
+import numpy as np
+
+DIGEST_SIZE = 32
+
+
+def _tagged(tag: bytes, value: bytes) -> bytes:
+    """Length-prefix both parts, so that no two pairs give the same bytes."""
+    sizes = len(tag).to_bytes(8, "little") + len(value).to_bytes(8, "little")
+    return sizes + tag + value
+
+
+def _encode(value: str | bytes | int) -> bytes:
+    """Return distinct bytes for distinct values, types told apart."""
+    if isinstance(value, bytes):
+        return _tagged(b"bytes", value)
+    if isinstance(value, str):
+        return _tagged(b"str", value.encode("utf-8"))
+    return _tagged(b"int", str(operator.index(value)).encode())
+
+
+def block_hashes(
+    token_ids: Sequence[int] | np.ndarray,
+    block_size: int,
+    *,
+    parent: bytes | None = None,
+    adapter: str | bytes | int | None = None,
+    salt: str | bytes | int | None = None,
+    extras: Sequence[tuple[str, str | bytes | int]] = (),
+) -> list[bytes]:
+    """Hash every full block of `token_ids`, each over its parent.
+
+    Block i's digest is SHA-256 over the digest of block i - 1 (`parent` for the
+    first), the tokens as 64-bit little-endian integers, and, in the first block only,
+    the extras, tagged and length-prefixed; later blocks inherit them by the chain. To
+    continue a chain, pass the last digest as `parent` and no extras.
+
+    Args:
+        token_ids: Tokens; those after the last full block are not hashed.
+        block_size: Tokens a block.
+        parent: Digest of the block before the first, or the root of a pool
+            (`BlockPool.root`: weights, KV format, block size). None: an empty root.
+        adapter: Identity of the adapter that computed K and V, of one load of it.
+        salt: Kept apart from every other salt, and from none.
+        extras: (name, value) pairs of anything else that changes K and V, in order.
+
+    Returns:
+        One digest of 32 bytes for each full block.
+
+    Raises:
+        ValueError: `block_size` is not positive.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size must be a positive integer, got {block_size}")
+    named = [("adapter", adapter), ("salt", salt)]
+    pairs = [(name, value) for name, value in named if value is not None]
+    first = b"".join(
+        _tagged(kind, _encode(name) + _encode(value))
+        for kind, group in ((b"named", pairs), (b"extra", list(extras)))
+        for name, value in group
+    )
+    tokens = np.asarray(token_ids, dtype="<i8").tobytes()
+    width = 8 * block_size
+    digest = b"" if parent is None else parent
+    digests: list[bytes] = []
+    for start in range(0, len(tokens) - width + 1, width):
+        message = _tagged(b"parent", digest)
+        message += _tagged(b"tokens", tokens[start : start + width])
+        message += first if start == 0 else b""
+        digest = hashlib.sha256(message).digest()
+        digests.append(digest)
+    return digests

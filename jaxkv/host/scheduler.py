@@ -1,0 +1,406 @@
+"""What runs in the next step: `Scheduler`, the only place that takes or gives blocks.
+
+There is no prefill and no decode phase: a request has tokens, some of them computed,
+and a step computes the next few of several requests within one token budget.
+
+    add -> waiting --admit--> running --commit--> finished
+              ^                  |
+              +-----preempt------+        (all blocks given back, recomputed later)
+
+The rules of one `schedule`, first come first served throughout:
+
+1. Running requests that lack one token get it. Then the others continue their
+   prompts, as far as the budget goes; `long_prefill_token_threshold` leaves part of
+   it to those behind.
+2. Who lacks blocks preempts requests that arrived later, or gives way itself; a step
+   that preempted admits nobody.
+3. Waiting requests are admitted in order; nobody is skipped. The head waits until
+   there is a row, budget, a place among the partial prefills unless its prompt ends
+   within this step, and room: every running request and the new one must be able to
+   finish its known tokens and grow by one block more, where it still can grow. So
+   whoever is admitted is not thrown out again before it has got anywhere.
+
+The earliest running request can always grow (everybody else's blocks are its to
+take), and an idle scheduler can always admit, so every step does some work.
+"""
+
+import bisect
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv.host.block_pool import BlockPool
+from jaxkv.host.block_tables import BlockTables
+from jaxkv.host.preemption import choose_victims
+from jaxkv.host.request import Request, max_total_tokens
+
+_by_arrival = attrgetter("arrival")
+
+
+class ScheduledRow(NamedTuple):
+    """One request's part of a step: token_ids[start : start + num_tokens] run.
+
+    `samples` says whether the last of them is the request's last known token, so that
+    the step's output for this row is its next token.
+    """
+
+    request: Request
+    row: int
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+class Schedule(NamedTuple):
+    """What one step computes: its rows in the order of their row numbers."""
+
+    rows: tuple[ScheduledRow, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(row.num_tokens for row in self.rows)
+
+
+class _Plan:
+    """A schedule being made: what each request gets, and the budget that is left."""
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self.num_tokens: dict[Request, int] = {}
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        self.num_tokens[request] = num_tokens
+        self.budget -= num_tokens
+        request.num_scheduled_tokens += num_tokens
+
+    def withdraw(self, request: Request) -> None:
+        num_tokens = self.num_tokens.pop(request, 0)
+        self.budget += num_tokens
+        request.num_scheduled_tokens -= num_tokens
+
+    def schedule(self) -> Schedule:
+        rows = []
+        for request, num_tokens in self.num_tokens.items():
+            assert request.row is not None, f"{request!r} is planned and does not run"
+            end = request.num_scheduled_tokens
+            samples = end == len(request.token_ids)
+            start = end - num_tokens
+            rows.append(ScheduledRow(request, request.row, start, num_tokens, samples))
+        rows.sort(key=attrgetter("row"))
+        return Schedule(tuple(rows))
+
+
+class Scheduler:
+    """The queues, and the decisions about tokens, rows and blocks.
+
+    Use: `add` and `abort` at any time; `schedule`, run the step, `commit`; or
+    `discard` if the step failed. It belongs to one thread.
+
+    Attributes:
+        pool: The blocks.
+        block_tables: Who holds them.
+        num_preemptions: Preemptions so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_num_partial_prefills: int = 1,
+        long_prefill_token_threshold: int = 0,
+    ):
+        """Make an idle scheduler with a pool of its own; see `EngineConfig`.
+
+        Raises:
+            ValueError: The budget is below max_num_seqs, or the pool has no block.
+        """
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {max_num_batched_tokens} must be at least "
+                f"max_num_seqs {max_num_seqs}"
+            )
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_partial_prefills = max_num_partial_prefills
+        self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching=False)
+        self.block_tables = BlockTables(self.pool)
+        self.num_preemptions = 0
+        self._requests: dict[str, Request] = {}  # unfinished ones
+        self._waiting: deque[Request] = deque()  # in order of arrival
+        self._running: list[Request] = []  # in order of arrival
+        self._free_rows = list(range(max_num_seqs))  # a heap
+        self._num_arrivals = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have neither row nor blocks."""
+        return len(self._waiting)
+
+    @property
+    def num_held_slots(self) -> int:
+        """Slots of held blocks."""
+        return self.pool.num_held * self.pool.block_size
+
+    @property
+    def num_wasted_slots(self) -> int:
+        """Slots of held blocks without a computed token; ask after `commit`."""
+        computed = sum(request.num_computed_tokens for request in self._running)
+        return self.num_held_slots - computed
+
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request behind all others.
+
+        Raises:
+            ValueError: Its id is taken, or it could never fit or generate a token.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id!r} is already in use")
+        max_total_tokens(
+            request.num_prompt_tokens,
+            request.max_total_tokens - request.num_prompt_tokens,
+            max_model_len=request.max_total_tokens,
+            num_blocks=self.pool.num_blocks,
+            block_size=self.pool.block_size,
+        )
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._requests[request.request_id] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request now, also between `schedule` and `commit`.
+
+        Returns:
+            The request, with finish_reason "abort"; None if there is none unfinished.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        request.finish_reason = "abort"
+        if request.row is None:
+            self._waiting.remove(request)
+            del self._requests[request_id]
+        else:
+            self._retire([request])
+        return request
+
+    def schedule(self) -> Schedule:
+        """Decide the next step: allocate, preempt and admit.
+
+        Returns:
+            The step; it has rows whenever there are unfinished requests and every
+            earlier schedule was committed or discarded.
+        """
+        plan = _Plan(self.max_num_batched_tokens)
+        preempted = self._plan_running(plan)
+        if not preempted:
+            self._admit_waiting(plan)
+        return plan.schedule()
+
+    def commit(
+        self, schedule: Schedule, sampled: Sequence[int | None] | np.ndarray
+    ) -> list[Request]:
+        """Take a step's results: count its tokens, append new ones, end requests.
+
+        Args:
+            schedule: What ran. Rows whose request was aborted meanwhile are ignored.
+            sampled: One token for each of its rows; ignored for those that do not
+                sample.
+
+        Returns:
+            The requests that got a token, the ended ones among them.
+
+        Raises:
+            ValueError: There is not one token for each row.
+        """
+        tokens = sampled.tolist() if isinstance(sampled, np.ndarray) else sampled
+        if len(tokens) != len(schedule.rows):
+            raise ValueError(
+                f"{len(tokens)} sampled tokens for {len(schedule.rows)} rows"
+            )
+        updated = []
+        for scheduled, token in zip(schedule.rows, tokens, strict=True):
+            if _is_stale(scheduled):
+                continue
+            request = scheduled.request
+            request.num_computed_tokens += scheduled.num_tokens
+            if scheduled.samples:
+                assert token is not None, f"no token for {request!r}"
+                request.append_token(token)
+                updated.append(request)
+        ended = [request for request in updated if request.finish_reason is not None]
+        if ended:
+            self._retire(ended)
+        return updated
+
+    def discard(self, schedule: Schedule) -> None:
+        """Forget a step that failed: its tokens will be scheduled again."""
+        for scheduled in schedule.rows:
+            if not _is_stale(scheduled):
+                request = scheduled.request
+                request.num_scheduled_tokens = request.num_computed_tokens
+                self.block_tables.truncate(
+                    request.request_id, request.num_computed_tokens
+                )
+
+    def _plan_running(self, plan: _Plan) -> bool:
+        """Plan for the running requests; return whether somebody was preempted."""
+        num_preemptions = self.num_preemptions
+        decodes = [r for r in self._running if _num_unscheduled(r) == 1]
+        prefills = [r for r in self._running if _num_unscheduled(r) > 1]
+        for request in decodes + prefills:
+            if request.row is None:  # preempted a moment ago
+                continue
+            num_tokens = self._chunk(request, plan.budget)
+            if num_tokens > 0 and self._make_room(request, num_tokens, plan):
+                plan.add(request, num_tokens)
+        preempted = self.num_preemptions > num_preemptions
+        if preempted:
+            self._running = [r for r in self._running if r.row is not None]
+        return preempted
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """Return how many of the request's next tokens may run in this step."""
+        num_tokens = min(_num_unscheduled(request), budget)
+        if self.long_prefill_token_threshold:
+            num_tokens = min(num_tokens, self.long_prefill_token_threshold)
+        return num_tokens
+
+    def _make_room(self, request: Request, num_tokens: int, plan: _Plan) -> bool:
+        """Grow a running request's table, preempting if need be, maybe itself."""
+        request_id = request.request_id
+        target = request.num_scheduled_tokens + num_tokens
+        if self.block_tables.grow(request_id, target):
+            return True
+        needed = self.block_tables.blocks_needed(request_id, target)
+        victims = choose_victims(
+            self._running,
+            request,
+            needed - self.pool.num_available,
+            lambda victim: self.block_tables.reclaimable(victim.request_id),
+        )
+        for victim in victims:
+            self._preempt(victim, plan)
+        if request.row is None:
+            return False
+        grown = self.block_tables.grow(request_id, target)
+        assert grown, f"{victims} gave too few blocks for {request!r}"
+        return True
+
+    def _preempt(self, request: Request, plan: _Plan) -> None:
+        """Take everything from a running request and put it back in the queue.
+
+        The caller removes it from the running ones.
+        """
+        plan.withdraw(request)
+        self._vacate(request)
+        request.num_computed_tokens = 0
+        request.num_scheduled_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        bisect.insort(self._waiting, request, key=_by_arrival)
+
+    def _admit_waiting(self, plan: _Plan) -> None:
+        """Admit from the head of the queue until something is lacking."""
+        if not (self._waiting and self._free_rows and plan.budget):
+            return
+        reserved = sum(map(self._num_blocks_to_come, self._running))
+        num_partial = sum(_num_unscheduled(r) > 0 for r in self._running)
+        while self._waiting and self._free_rows and plan.budget:
+            request = self._waiting[0]
+            num_tokens = self._chunk(request, plan.budget)
+            is_partial = num_tokens < _num_unscheduled(request)
+            if is_partial and num_partial >= self.max_num_partial_prefills:
+                return
+            wanted = self._num_blocks_to_come(request)
+            if reserved + wanted > self.pool.num_available:
+                return
+            self._admit(request, num_tokens, plan)
+            reserved += self._num_blocks_to_come(request)
+            num_partial += is_partial
+
+    def _num_blocks_to_come(self, request: Request) -> int:
+        """Return the blocks it will take for its known tokens and one block more."""
+        known = self.block_tables.blocks_for(len(request.token_ids))
+        at_most = self.block_tables.blocks_for(request.max_total_tokens - 1)
+        held = len(self.block_tables.table(request.request_id))
+        return min(known + 1, at_most) - held
+
+    def _admit(self, request: Request, num_tokens: int, plan: _Plan) -> None:
+        self._waiting.popleft()
+        request.row = heapq.heappop(self._free_rows)
+        bisect.insort(self._running, request, key=_by_arrival)
+        grown = self.block_tables.grow(request.request_id, num_tokens)
+        assert grown, f"{request!r} was admitted without room"
+        plan.add(request, num_tokens)
+
+    def _retire(self, requests: list[Request]) -> None:
+        """Let running requests that have ended go."""
+        for request in requests:
+            self._vacate(request)
+            del self._requests[request.request_id]
+        self._running = [r for r in self._running if r.row is not None]
+
+    def _vacate(self, request: Request) -> None:
+        """Give back a running request's blocks and its row."""
+        self.block_tables.release(request.request_id)
+        assert request.row is not None, f"{request!r} has no row to give back"
+        heapq.heappush(self._free_rows, request.row)
+        request.row = None
+
+    def check_invariants(self) -> None:
+        """Assert that queues, rows, counters and blocks agree, between any calls."""
+        self.block_tables.check_invariants()
+        running, waiting = self._running, list(self._waiting)
+        every = {request.request_id: request for request in running + waiting}
+        assert every == self._requests, f"{every} against {self._requests}"
+        assert len(every) == len(running) + len(waiting), "a request is queued twice"
+        for queue in (running, waiting):
+            assert sorted(queue, key=_by_arrival) == queue, f"out of order: {queue}"
+        rows = [request.row for request in running if request.row is not None]
+        assert len(rows) == len(running), f"running without a row: {running}"
+        assert len(set(rows)) == len(rows), f"rows taken twice: {rows}"
+        assert not set(rows) & set(self._free_rows), f"free and taken: {rows}"
+        owners = self.block_tables.request_ids()
+        assert owners <= {r.request_id for r in running}, f"{owners} own blocks"
+        for request in running:
+            scheduled = request.num_scheduled_tokens
+            assert request.num_computed_tokens <= scheduled, f"{request!r}"
+            assert scheduled <= len(request.token_ids), f"{request!r}"
+            held = len(self.block_tables.table(request.request_id))
+            assert held == self.block_tables.blocks_for(scheduled), f"{request!r}"
+        for request in waiting:
+            assert request.row is None, f"waiting with a row: {request!r}"
+            assert request.num_scheduled_tokens == 0, f"waiting: {request!r}"
+        for request in every.values():
+            assert request.finish_reason is None, f"ended but queued: {request!r}"
+
+
+def _num_unscheduled(request: Request) -> int:
+    """Return how many known tokens no step has been planned for."""
+    return len(request.token_ids) - request.num_scheduled_tokens
+
+
+def _is_stale(scheduled: ScheduledRow) -> bool:
+    """Whether the request ended or lost its blocks since the row was scheduled."""
+    request = scheduled.request
+    return (
+        request.row != scheduled.row or request.num_computed_tokens != scheduled.start
+    )
