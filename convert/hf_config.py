@@ -10,7 +10,7 @@ rotary settings are read: `rope_theta` with `rope_scaling` (transformers 4) and
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from convert.hf_rope import read_rope, write_rope
 from convert.source import join
@@ -364,8 +364,7 @@ def _check_type(key: str, value: Any) -> list[str]:
     if value is None and key in NULLABLE:
         return []
     if key in INTEGERS:
-        least = 0 if key == "bos_token_id" else 1
-        good = _is_int(value) and value >= least
+        good = _is_int(value) and value >= (0 if key == "bos_token_id" else 1)
     elif key in BOOLEANS:
         good = isinstance(value, bool)
     elif key == "eos_token_id":
@@ -383,5 +382,5 @@ def _as_ids(value: Any) -> list[int]:
     return list(value) if isinstance(value, list) else [value]
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

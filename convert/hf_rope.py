@@ -62,11 +62,12 @@ def read_rope(
     ]
     if problems or rope_type == "default":
         return DEFAULT_THETA if problems else float(theta), None, problems
-    numbers = {
+    numbers: dict[str, Any] = {
         key: value if key == ORIGINAL else float(value) for key, value in merged.items()
     }
+    kind: Any = rope_type  # one of ROPE_KEYS
     try:
-        return float(theta), RopeScaling(rope_type=rope_type, **numbers), problems
+        return float(theta), RopeScaling(rope_type=kind, **numbers), problems
     except ValueError as error:
         return float(theta), None, [str(error)]
 

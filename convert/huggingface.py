@@ -207,7 +207,9 @@ def _read_tokenizer_files(folder: Path) -> tuple[str | None, dict[str, Any]]:
 
 def _generation_eos_ids(file: Path, generation: Mapping[str, Any]) -> list[int]:
     value = generation.get("eos_token_id")
-    ids = value if isinstance(value, list) else [value] * (value is not None)
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
     if not all(type(item) is int for item in ids):
         raise ValueError(f"{file}: eos_token_id has the value {value!r}")
     return ids

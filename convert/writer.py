@@ -189,10 +189,11 @@ def _write_params(
     with byte_bar(sum(sizes.values()), "converting", progress) as bar:
         for names in group_by_bytes(sizes):
             ocp.partial.save(
-                folder, {name: _load_as(source.tensors[name], dtype) for name in names}
+                str(folder),
+                {name: _load_as(source.tensors[name], dtype) for name in names},
             )
             bar.update(sum(sizes[name] for name in names))
-    ocp.partial.finalize(folder)
+    ocp.partial.finalize(str(folder))
 
 
 def _load_as(ref: TensorRef, dtype: np.dtype) -> np.ndarray:

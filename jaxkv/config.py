@@ -193,6 +193,11 @@ class CacheConfig:
             f"{self.num_blocks}",
         )
         _require(
+            self.num_blocks * self.block_size < 2**31,
+            f"num_blocks {self.num_blocks} * block_size {self.block_size} slots do not "
+            "fit below 2**31: slots are int32",
+        )
+        _require(
             self.kv_cache_dtype in KV_CACHE_DTYPES,
             f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got "
             f"{self.kv_cache_dtype!r}",

@@ -66,6 +66,7 @@ def scripted_engine(
         vocab_size=SCRIPTED_VOCAB_SIZE,
         num_token_ids=SCRIPTED_VOCAB_SIZE,
         eos_token_ids=eos_token_ids,
+        kv_bytes_per_token=8,  # one int64 token id
     )
     runner = _ScriptedRunner(next_token, config.num_blocks, config.block_size)
     return Engine(runner, limits, config, tokenizer)

@@ -308,7 +308,7 @@ def merge(config: ModelConfig, params: Params) -> Llama:
         ValueError: Names or shapes differ from `param_shapes(config)`.
     """
     check_params(config, params)
-    state = nnx.State.from_flat_path(
+    state = nnx.from_flat_state(
         {_path(name): nnx.Param(value) for name, value in params.items()}
     )
     return nnx.merge(_graphdef(config), state)

@@ -163,7 +163,7 @@ def _apply_penalties(
     penalised = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen, penalised, logits)
     logits = logits - inputs.frequency_penalty[:, None] * counts
-    return logits - inputs.presence_penalty[:, None] * (counts > 0)
+    return logits - inputs.presence_penalty[:, None] * jnp.minimum(counts, 1.0)
 
 
 def _suppress(

@@ -222,7 +222,7 @@ def _metadata(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ValueError(f"{folder.parent} has no {PARAMS_FOLDER} folder")
     try:
-        leaves = ocp.metadata(folder).metadata
+        leaves = ocp.metadata(str(folder)).metadata
     except Exception as error:  # Orbax raises many kinds for a broken folder
         raise ValueError(f"{folder} is broken: {_first_line(error)}") from error
     if leaves is None:  # it logs the reason
@@ -232,7 +232,7 @@ def _metadata(folder: Path) -> dict[str, Any]:
 
 def _restore(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     try:
-        return ocp.load(folder, wanted)
+        return ocp.load(str(folder), wanted)
     except Exception as error:  # bare Exceptions among them
         cause = _first_line(error.__cause__ or error)
         raise ValueError(f"{folder} cannot be restored: {cause}") from error

@@ -32,6 +32,7 @@ class EngineLimits:
     Attributes:
         num_token_ids: Ids that can be given and chosen: [0, num_token_ids). Rows of
             the vocabulary beyond are padding.
+        kv_bytes_per_token: What one token's K and V take in all layers.
     """
 
     num_blocks: int
@@ -39,6 +40,7 @@ class EngineLimits:
     vocab_size: int
     num_token_ids: int
     eos_token_ids: tuple[int, ...]
+    kv_bytes_per_token: int
 
 
 class Engine:
@@ -90,6 +92,7 @@ class Engine:
         self._num_arrivals = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._peak_held_blocks = 0
         self._num_steps = 0
         self._step_seconds = 0.0
         self._device_seconds = 0.0
@@ -109,8 +112,8 @@ class Engine:
                 return it. Kept, and never donated.
             model_config: The model's config.
             config: How to run it; None: the defaults.
-            tokenizer: See `Engine`. One with `vocab_size` also says which rows of
-                the vocabulary are padding.
+            tokenizer: See `Engine`. One with `num_token_ids` also says which rows
+                of the vocabulary are padding.
 
         Raises:
             ValueError: Parameters, configs or limits do not fit each other.
@@ -137,8 +140,9 @@ class Engine:
             num_blocks=cache_config.num_blocks,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
-            num_token_ids=min(vocab_size, getattr(tokenizer, "vocab_size", vocab_size)),
+            num_token_ids=min(vocab_size, getattr(tokenizer, "num_token_ids", vocab_size)),
             eos_token_ids=model_config.eos_token_ids,
+            kv_bytes_per_token=cache_config.bytes_per_token,
         )
         runner = ModelRunner(
             params,
@@ -247,6 +251,9 @@ class Engine:
         start = time.perf_counter()
         touched, self._unreported = self._unreported, []
         schedule = self.scheduler.schedule()
+        self._peak_held_blocks = max(
+            self._peak_held_blocks, self.scheduler.pool.num_held
+        )
         if schedule.rows:
             output = self._execute(schedule)
             touched += self._commit(schedule, output)
@@ -268,6 +275,7 @@ class Engine:
             free_blocks=pool.num_free,
             cached_blocks=pool.num_cached,
             held_blocks=pool.num_held,
+            peak_held_blocks=self._peak_held_blocks,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             num_swapped=0,
@@ -339,9 +347,10 @@ class Engine:
             if request.num_output_tokens == 1:
                 self._prompt_tokens += request.num_prompt_tokens * (request.child == 0)
             record.take_token(request, output.logprobs, line_of[id(request)])
+            touched[record.request_id] = record
+        for record in touched.values():
             if record.finished:
                 self._forget(record)
-            touched[record.request_id] = record
         return sorted(touched.values(), key=operator.attrgetter("arrival"))
 
     def _take_prompt_logprobs(self, schedule: Schedule, output: StepOutput) -> None:

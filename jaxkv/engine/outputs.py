@@ -100,6 +100,7 @@ class EngineStats:
 
     Attributes:
         total_blocks: num_blocks - 1: the null block is nobody's.
+        peak_held_blocks: Most that were held at once.
         num_preemptions: Since the engine was made, as all counts below.
         prefix_queries: Prompt tokens looked up in the prefix cache.
         prefix_hits: Prompt tokens found there.
@@ -115,6 +116,7 @@ class EngineStats:
     free_blocks: int
     cached_blocks: int
     held_blocks: int
+    peak_held_blocks: int
     num_running: int
     num_waiting: int
     num_swapped: int

@@ -163,7 +163,7 @@ class Detokenizer:
         """Let the unread tokens, whose text has settled, be the whole window."""
         unread = self._window[self._num_anchor :]
         base = self._decode(unread)
-        if False:
+        if base.endswith(REPLACEMENT) and len(self._window) <= 2 * MAX_UNREAD:
             # They begin inside a character: they need the anchor before them.
             base = decoded
         else:

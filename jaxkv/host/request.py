@@ -94,7 +94,8 @@ class SamplingParams:
         stop: Strings that end the text; a lone string is one of them.
         stop_token_ids: Token ids that end generation, besides the model's EOS ids.
         ignore_eos: The model's EOS ids do not end generation; `stop_token_ids` do.
-        include_stop_str_in_output: Keep the stop string at the end of the text.
+        include_stop_str_in_output: Keep what stopped it, a stop string or the text of
+            a stop id, at the end of the text.
         skip_special_tokens: Leave special tokens out of the text.
         logprobs: Log-probabilities of so many likeliest tokens, [0, 20].
         prompt_logprobs: The same for the prompt's tokens.
@@ -231,7 +232,8 @@ class TextStop(Protocol):
     def append(self, token_id: int) -> str | None:
         """Take the next generated token; return the stop string it completed.
 
-        Called once for every generated token, the one that stops by its id included.
+        Called once for every generated token, but for one that stops by its id and
+        whose text is not wanted.
         What is returned within the first min_tokens tokens is ignored, so an
         implementation should not cut its text there either.
         """
@@ -347,12 +349,16 @@ class Request:
         condition does not act within the first min_tokens tokens.
         """
         assert self.finish_reason is None, f"{self!r} has ended, got token {token_id}"
-        past_minimum = self.num_output_tokens >= self.sampling_params.min_tokens
+        params = self.sampling_params
+        past_minimum = self.num_output_tokens >= params.min_tokens
         self.token_ids.append(token_id)
+        stops = past_minimum and token_id in self.stop_token_ids
         matched = None
-        if self.text_stop is not None:
+        # Like a stop string, the text of a stop id is not part of the output.
+        is_text = not stops or params.include_stop_str_in_output
+        if self.text_stop is not None and is_text:
             matched = self.text_stop.append(token_id)
-        if past_minimum and token_id in self.stop_token_ids:
+        if stops:
             self.finish_reason = "stop"
             self.stop_reason = None if token_id in self.eos_token_ids else token_id
         elif past_minimum and matched is not None:

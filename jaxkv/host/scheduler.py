@@ -12,13 +12,13 @@ The rules of one `schedule`, first come first served throughout:
 1. Running requests that lack one token get it. Then the others continue their
    prompts, as far as the budget goes; `long_prefill_token_threshold` leaves part of
    it to those behind.
-2. Who lacks blocks preempts requests that arrived later, or gives way itself; a step
-   that preempted admits nobody.
+2. Who lacks blocks preempts requests that arrived later, or gives way itself.
 3. Waiting requests are admitted in order; nobody is skipped. The head waits until
    there is a row, budget, a place among the partial prefills unless its prompt ends
    within this step, and room: every running request and the new one must be able to
    finish its known tokens and grow by one block more, where it still can grow. So
-   whoever is admitted is not thrown out again before it has got anywhere.
+   whoever is admitted is not thrown out again before it has got anywhere, and a
+   victim, whose blocks went to somebody else, is not admitted in the same step.
 
 The earliest running request can always grow (everybody else's blocks are its to
 take), and an idle scheduler can always admit, so every step does some work.
@@ -209,9 +209,8 @@ class Scheduler:
             earlier schedule was committed or discarded.
         """
         plan = _Plan(self.max_num_batched_tokens)
-        preempted = self._plan_running(plan)
-        if not preempted:
-            self._admit_waiting(plan)
+        self._plan_running(plan)
+        self._admit_waiting(plan)
         return plan.schedule()
 
     def commit(
@@ -260,8 +259,8 @@ class Scheduler:
                     request.request_id, request.num_computed_tokens
                 )
 
-    def _plan_running(self, plan: _Plan) -> bool:
-        """Plan for the running requests; return whether somebody was preempted."""
+    def _plan_running(self, plan: _Plan) -> None:
+        """Plan for the running requests, preempting where blocks run out."""
         num_preemptions = self.num_preemptions
         decodes = [r for r in self._running if _num_unscheduled(r) == 1]
         prefills = [r for r in self._running if _num_unscheduled(r) > 1]
@@ -271,10 +270,8 @@ class Scheduler:
             num_tokens = self._chunk(request, plan.budget)
             if num_tokens > 0 and self._make_room(request, num_tokens, plan):
                 plan.add(request, num_tokens)
-        preempted = self.num_preemptions > num_preemptions
-        if preempted:
+        if self.num_preemptions > num_preemptions:
             self._running = [r for r in self._running if r.row is not None]
-        return preempted
 
     def _chunk(self, request: Request, budget: int) -> int:
         """Return how many of the request's next tokens may run in this step."""

@@ -1,6 +1,7 @@
 """A checkpoint written back as a Hugging Face folder is the same checkpoint."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -169,3 +170,13 @@ def test_one_progress_bar_counts_the_bytes(tmp_path, capsys):
     assert shown.err.count("\n") == 1
     assert "exporting: 100%" in shown.err
     assert "20.3k/20.3k" in shown.err
+
+
+FIXTURES = sorted((Path(__file__).parents[1] / "fixtures/hf").glob("*/config.json"))
+
+
+@pytest.mark.parametrize("file", FIXTURES, ids=lambda file: file.parent.name)
+def test_every_family_and_option_round_trips(tmp_path, file):
+    native = convert(file.parent, tmp_path / "native")
+    exported = export(native, tmp_path / "exported")
+    assert_same_checkpoint(native, convert(exported, tmp_path / "again"))

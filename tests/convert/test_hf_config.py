@@ -1,5 +1,8 @@
 """Every key of a config.json is used, harmless, or an error."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from convert.hf_config import read_model_config, write_model_config
@@ -317,3 +320,13 @@ def test_arithmetic_that_hugging_face_has_no_name_for_is_not_exported():
         write_model_config(odd)
     with pytest.raises(ValueError, match=r"cannot export model_type 'granite'"):
         write_model_config(ModelConfig.from_json(fields | {"model_type": "granite"}))
+
+
+FIXTURES = sorted((Path(__file__).parents[1] / "fixtures/hf").glob("*/config_v*.json"))
+
+
+@pytest.mark.parametrize("file", FIXTURES, ids=lambda f: f"{f.parent.name}-{f.stem}")
+def test_both_versions_of_transformers_describe_the_same_model(file):
+    plain = json.loads((file.parent / "config.json").read_text())
+    other = json.loads(file.read_text())
+    assert read_model_config(other) == read_model_config(plain)

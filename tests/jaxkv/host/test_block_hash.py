@@ -1,4 +1,5 @@
 import hashlib
+import os
 import subprocess
 import sys
 
@@ -86,7 +87,8 @@ def test_digests_are_the_same_in_every_process():
     assert len(ours) == 32
     for seed in ("0", "1"):
         command = [sys.executable, "-c", script]
-        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
+        paths = os.pathsep.join(sys.path)
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": paths}
         out = subprocess.run(
             command, env=environment, check=True, capture_output=True, text=True
         )

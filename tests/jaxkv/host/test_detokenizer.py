@@ -1,5 +1,6 @@
 """Streaming text: whatever is shown is final, and it all adds up to the whole."""
 
+import itertools
 import re
 
 import pytest
@@ -38,7 +39,7 @@ def stream(detokenizer: Detokenizer, ids) -> tuple[str, str | None, list[str]]:
             break
     detokenizer.finish()
     shown.append(detokenizer.text)
-    for before, after in zip(shown, shown[1:], strict=False):
+    for before, after in itertools.pairwise(shown):
         assert after.startswith(before)
     return detokenizer.text, matched, shown
 
@@ -212,6 +213,15 @@ def test_only_a_small_window_is_decoded(filler):
     broken = "\ufffd" * 200 if filler else ""
     assert final == f"abc{broken}d😀e" + "x" * 200
     assert longest <= 20
+
+
+def test_a_broken_character_before_many_empty_tokens_is_shown_once():
+    def decode(ids: list[int]) -> str:
+        return raw_bytes([i for i in ids if i < 256])
+
+    ids = [*b"a\xf0", *[256] * 20, *b"bc"]
+    final, _, _ = stream(Detokenizer(decode, [*b"x"]), ids)
+    assert final == "a\ufffdbc"
 
 
 @given(st.lists(st.integers(0, 50256), max_size=40), st.text(max_size=8), st.data())

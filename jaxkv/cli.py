@@ -1,0 +1,323 @@
+"""The command line: `jaxkv generate | convert | export | info`.
+
+Errors are one sentence on stderr and exit status 1; nothing shows a traceback.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except (ValueError, OSError) as error:
+        print(f"jaxkv {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"jaxkv {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxkv", description="A paged KV cache for JAX."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_convert(commands)
+    _add_export(commands)
+    _add_info(commands)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="answer prompts with a converted checkpoint",
+        description="Answer prompts with a converted checkpoint, all of them at once; "
+        "answers are printed in the order of the prompts, as they are generated.",
+    )
+    parser.add_argument("checkpoint", help="a folder that `jaxkv convert` wrote")
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="a prompt; may be given several times (default: lines of standard input)",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="put each prompt in the chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--max-tokens", type=int, default=128, help="tokens to generate (%(default)s)"
+    )
+    sampling.add_argument(
+        "--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)"
+    )
+    sampling.add_argument("--top-k", type=int, default=0, help="0 is off (%(default)s)")
+    sampling.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
+    sampling.add_argument("--min-p", type=float, default=0.0, help="(%(default)s)")
+    sampling.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="1 is off (%(default)s)"
+    )
+    sampling.add_argument("--seed", type=int, help="makes a drawn answer repeatable")
+    sampling.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end an answer at this text; may be given several times",
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="of the arithmetic (auto: the checkpoint's)",
+    )
+    engine.add_argument("--num-blocks", type=int, help="blocks in the KV pool")
+    engine.add_argument("--block-size", type=int, default=16, help="(%(default)s)")
+    engine.add_argument("--max-model-len", type=int, help="longest request, in tokens")
+    engine.add_argument("--max-num-seqs", type=int, default=64, help="(%(default)s)")
+    parser.add_argument(
+        "--stats", action="store_true", help="say afterwards what the cache did"
+    )
+    parser.set_defaults(run=_generate)
+
+
+def _add_convert(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="convert a Hugging Face folder or a GGUF file",
+        description="Convert a Hugging Face folder (safetensors) or a GGUF file to a "
+        "checkpoint: config.json, params/ (Orbax) and the tokenizer.",
+    )
+    parser.add_argument("src", help="a Hugging Face folder or a .gguf file")
+    parser.add_argument("dst", help="the folder to write")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="of the parameters (auto: the source's; float32 for quantised GGUF)",
+    )
+    _add_copy_options(parser)
+    parser.set_defaults(run=_convert)
+
+
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write a checkpoint back as a Hugging Face folder",
+        description="Write a converted checkpoint back as a Hugging Face folder.",
+    )
+    parser.add_argument("src", help="a folder that `jaxkv convert` wrote")
+    parser.add_argument("dst", help="the folder to write")
+    _add_copy_options(parser)
+    parser.set_defaults(run=_export)
+
+
+def _add_copy_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier result at DST"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _add_info(commands: Any) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="say what is in a checkpoint",
+        description="Say what is in a converted checkpoint and what its KV cache costs.",
+    )
+    parser.add_argument("checkpoint", help="a folder that `jaxkv convert` wrote")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.set_defaults(run=_info)
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from convert import convert_checkpoint
+
+    convert_checkpoint(
+        arguments.src,
+        arguments.dst,
+        dtype=arguments.dtype,
+        overwrite=arguments.overwrite,
+        progress=not arguments.quiet,
+    )
+    print(f"wrote {arguments.dst}")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from convert import export_checkpoint
+
+    export_checkpoint(
+        arguments.src,
+        arguments.dst,
+        overwrite=arguments.overwrite,
+        progress=not arguments.quiet,
+    )
+    print(f"wrote {arguments.dst}")
+
+
+def _info(arguments: argparse.Namespace) -> None:
+    from jaxkv.config import CacheConfig
+    from jaxkv.device.llama import param_shapes
+    from jaxkv.engine.checkpoint import load_config, load_tokenizer
+
+    config = load_config(arguments.checkpoint)
+    tokenizer = load_tokenizer(arguments.checkpoint)
+    num_params = sum(math.prod(shape) for shape in param_shapes(config).values())
+    element = 4 if config.dtype == "float32" else 2
+
+    def bytes_per_token(dtype: str) -> int:
+        return CacheConfig(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            num_blocks=2,
+            kv_cache_dtype=dtype,
+        ).bytes_per_token
+
+    facts = {
+        **config.to_json(),
+        "parameters": num_params,
+        "parameter_bytes": num_params * element,
+        "tokenizer_token_ids": tokenizer.num_token_ids if tokenizer else None,
+        "chat_template": bool(tokenizer and tokenizer.chat_template),
+        "kv_bytes_per_token": {
+            dtype: bytes_per_token(dtype) for dtype in ("bfloat16", "float32")
+        },
+    }
+    if arguments.json:
+        print(json.dumps(facts))
+        return
+    per_token = facts["kv_bytes_per_token"]
+    print(f"{arguments.checkpoint}: {config.model_type}, {num_params:,} parameters")
+    print(f"  {config.dtype}, {facts['parameter_bytes'] / GIB:.2f} GiB")
+    for field in dataclasses.fields(config):
+        if field.name not in ("model_type", "dtype"):
+            print(f"  {field.name}: {getattr(config, field.name)}")
+    print(f"  tokenizer: {facts['tokenizer_token_ids'] or 'none'} token ids")
+    print(f"  chat template: {'yes' if facts['chat_template'] else 'no'}")
+    for dtype, size in per_token.items():
+        print(
+            f"  KV cache in {dtype}: {size:,} bytes a token, {size * 16:,} a block of "
+            f"16, {GIB // size:,} tokens a GiB"
+        )
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from jaxkv.engine.llm import LLM
+    from jaxkv.host.request import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        seed=arguments.seed,
+        stop=tuple(arguments.stop),
+    )
+    if arguments.system is not None and not arguments.chat:
+        raise ValueError("--system needs --chat")
+    texts = arguments.prompt or [line.rstrip("\n") for line in sys.stdin]
+    if not texts:
+        raise ValueError("no prompts: give --prompt, or lines on standard input")
+    if not Path(arguments.checkpoint).is_dir():
+        raise ValueError(f"{arguments.checkpoint} is not a folder")
+    llm = LLM(
+        arguments.checkpoint,
+        dtype=arguments.dtype,
+        num_blocks=arguments.num_blocks,
+        block_size=arguments.block_size,
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=arguments.max_num_seqs,
+        warmup="lazy",
+    )
+    prompts: list[Any] = list(texts)
+    if arguments.chat:
+        system = [] if arguments.system is None else [arguments.system]
+        prompts = [
+            llm.encode_chat(
+                [{"role": "system", "content": text} for text in system]
+                + [{"role": "user", "content": text}]
+            )
+            for text in texts
+        ]
+    report = _print_streams(llm, texts, prompts, params)
+    if arguments.stats:
+        print(report)
+
+
+def _print_streams(
+    llm: Any, texts: list[str], prompts: list[Any], params: Any
+) -> str:
+    """Print every answer as it grows, one after another, and return a report.
+
+    All run at once; the first unfinished one is shown live, and what the others have
+    made meanwhile follows when their turn comes.
+    """
+    answers: dict[int, Any] = {}
+    shown = 0  # answers printed to their end
+    printed = 0  # characters printed of the next one
+    start = time.perf_counter()
+    for output in llm.stream(prompts, params):
+        answers[int(output.request_id.rpartition("-")[2])] = output
+        while shown in answers:
+            answer = answers[shown]
+            if printed == 0:
+                print(f"> {texts[shown]}", flush=True)
+            text = answer.outputs[0].text
+            print(text[printed:], end="", flush=True)
+            printed = max(len(text), 1)
+            if not answer.finished:
+                break
+            print("\n", flush=True)
+            shown, printed = shown + 1, 0
+    return _report(llm, answers, time.perf_counter() - start)
+
+
+def _report(llm: Any, answers: dict, seconds: float) -> str:
+    """Say what the cache did and what contiguous allocation would have taken."""
+    engine = llm.engine
+    stats, per_token = engine.stats(), engine.limits.kv_bytes_per_token
+    outputs = answers.values()
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    new_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    used = stats.peak_held_blocks * engine.config.block_size * per_token
+    running = min(len(answers), engine.config.max_num_seqs)
+    contiguous = running * engine.limits.max_model_len * per_token
+    mib = 2**20
+    return "\n".join(
+        (
+            f"{len(answers)} requests, {prompt_tokens} prompt tokens, {new_tokens} "
+            f"generated in {seconds:.1f} s: {new_tokens / seconds:.1f} tokens/s "
+            f"({stats.num_compilations} compilations, {stats.num_preemptions} "
+            "preemptions)",
+            f"KV cache: at most {stats.peak_held_blocks} of {stats.total_blocks} blocks held, "
+            f"{used / mib:.1f} MiB ({per_token:,} bytes a token)",
+            f"Contiguous allocation of {engine.limits.max_model_len} tokens for each "
+            f"of {running} requests: {contiguous / mib:.1f} MiB, "
+            f"{contiguous / max(used, 1):.0f} times as much",
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

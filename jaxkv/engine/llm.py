@@ -1,0 +1,216 @@
+"""`LLM`: a converted checkpoint with an engine around it, for use in a few lines."""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tqdm
+
+from jaxkv.config import EngineConfig
+from jaxkv.engine.checkpoint import load_config, load_params, load_tokenizer
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.outputs import RequestOutput
+from jaxkv.host.request import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """Generates with a converted checkpoint.
+
+    Attributes:
+        engine: The engine; its `stats()` say what the cache did.
+        model_config: The checkpoint's config.
+        tokenizer: The checkpoint's tokenizer; None if it has none.
+    """
+
+    def __init__(self, checkpoint: str | os.PathLike[str], **engine_config: Any):
+        """Restore a checkpoint and make an engine for it.
+
+        Args:
+            checkpoint: A folder that `jaxkv convert` wrote.
+            **engine_config: Fields of `EngineConfig`.
+
+        Raises:
+            ValueError: The folder is not a converted checkpoint, or a field is wrong.
+            TypeError: A field does not exist.
+        """
+        config = EngineConfig(**engine_config)
+        self.model_config = load_config(checkpoint)
+        self.tokenizer = load_tokenizer(checkpoint)
+        params = load_params(checkpoint, self.model_config, dtype=config.dtype)
+        self.engine = Engine.from_params(
+            params, self.model_config, config, self.tokenizer
+        )
+        self._calls = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt, all at once.
+
+        Args:
+            prompts: A text or a list of token ids, or a list of either.
+            sampling_params: One for all prompts or one for each; None: the defaults.
+            use_tqdm: Show a progress bar.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
+
+        Raises:
+            ValueError: Something is wrong with a prompt; nothing was started.
+        """
+        token_ids = self._encode_prompts(prompts)
+        finished: dict[str, RequestOutput] = {}
+        request_ids: list[str] = []
+        with tqdm.tqdm(
+            total=len(token_ids), desc="Requests", unit="req", disable=not use_tqdm
+        ) as bar:
+            for output in self._run(token_ids, sampling_params, request_ids):
+                if output.finished:
+                    finished[output.request_id] = output
+                    seconds = max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(
+                        f"{_num_tokens(finished.values()) / seconds:.1f} output tok/s",
+                        refresh=False,
+                    )
+                    bar.update()
+        return [finished[request_id] for request_id in request_ids]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Generate for every prompt and yield outputs as they grow.
+
+        Text and tokens are cumulative. The request_id of prompt i is "{call}-{i}",
+        where `call` counts the calls of this LLM. Closing the iterator early aborts
+        what is left.
+
+        Raises:
+            ValueError: As `generate`, at the call.
+        """
+        return self._run(self._encode_prompts(prompts), sampling_params, [])
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, with the checkpoint's chat template.
+
+        Args:
+            messages: A list of {"role": ..., "content": ...}, or a list of such lists.
+            sampling_params: As for `generate`.
+            use_tqdm: Show a progress bar.
+            add_generation_prompt: End each prompt with the opening of an answer.
+
+        Raises:
+            ValueError: There is no tokenizer or no template, or a message does not
+                fit it; nothing was started.
+        """
+        is_single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_single else messages
+        prompts = [
+            self.encode_chat(conversation, add_generation_prompt)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Return the token ids of a conversation in the checkpoint's chat template.
+
+        Raises:
+            ValueError: There is no tokenizer or no template, or a message does not
+                fit it.
+        """
+        if self.tokenizer is None:
+            raise ValueError("chat needs a tokenizer, and this checkpoint has none")
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt)
+        # The template writes the special tokens out itself.
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _encode_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        """Return each prompt's token ids, whatever form they came in."""
+        is_single = isinstance(prompts, str) or (
+            len(prompts) > 0 and not isinstance(prompts[0], str | Sequence)
+        )
+        several: Any = [prompts] if is_single else prompts
+        return [self._encode(prompt) for prompt in several]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError(
+                "a text prompt needs a tokenizer, and this checkpoint has none: give "
+                "token ids"
+            )
+        return self.tokenizer.encode(prompt)
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        request_ids: list[str],
+    ) -> Iterator[RequestOutput]:
+        """Check everything, queue everything, and return an iterator over the rest."""
+        params = _one_for_each(sampling_params, len(prompts))
+        for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                self.engine.check_request(prompt, param)
+            except ValueError as error:
+                where = f"prompt {index}: " if len(prompts) > 1 else ""
+                raise ValueError(f"{where}{error}") from None
+        call = next(self._calls)
+        request_ids += [f"{call}-{index}" for index in range(len(prompts))]
+        return self._steps(prompts, params, request_ids)
+
+    def _steps(
+        self,
+        prompts: list[list[int]],
+        params: Sequence[SamplingParams],
+        request_ids: list[str],
+    ) -> Iterator[RequestOutput]:
+        mine = set(request_ids)
+        unfinished = set(request_ids)
+        with contextlib.ExitStack() as cleanup:
+            for request_id, prompt, param in zip(
+                request_ids, prompts, params, strict=True
+            ):
+                self.engine.add_request(request_id, prompt, param)
+                cleanup.callback(self.engine.abort_request, request_id)
+            while unfinished:
+                for output in self.engine.step():
+                    if output.request_id in mine:
+                        if output.finished:
+                            unfinished.discard(output.request_id)
+                        yield output
+
+
+def _one_for_each(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    """Return one SamplingParams per prompt."""
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * count
+    if len(sampling_params) != count:
+        raise ValueError(
+            f"{len(sampling_params)} sampling_params for {count} prompts: give one, or "
+            "one for each"
+        )
+    return sampling_params
+
+
+def _num_tokens(outputs: Any) -> int:
+    return sum(len(c.token_ids) for output in outputs for c in output.outputs)

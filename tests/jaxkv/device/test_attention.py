@@ -1,0 +1,173 @@
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import KVCache, LayerKV, paged_attention
+from jaxkv.device import attention as attention_module
+from tests.helpers import TOLERANCE, Workload, dense_attention, random_paged_case
+
+# Lengths straddle blocks (8), query tiles (32) and key tiles (128).
+WORKLOADS = [
+    Workload(rows=((1, 1),)),
+    Workload(rows=((1, 8), (1, 7), (1, 9))),
+    Workload(rows=((5, 5), (1, 3), (2, 17))),
+    Workload(rows=((1, 127), (1, 128), (1, 129), (1, 260))),
+    Workload(rows=((31, 31), (32, 32), (33, 33), (65, 130))),
+    Workload(rows=((40, 40), (1, 128), (0, 0), (3, 129), (1, 5))),
+    Workload(rows=((7, 20), (1, 20)), padding_rows=2, padding_tokens=7),
+    Workload(rows=((20, 131),), q_heads=9, kv_heads=3, head_dim=64, block_size=16),
+    Workload(rows=((1, 33), (6, 9)), q_heads=2, kv_heads=2, head_dim=80),
+    Workload(rows=((9, 9), (1, 6)), q_heads=8, kv_heads=1, head_dim=6, block_size=1),
+]
+IMPLEMENTATIONS = ["xla", "reference"]
+
+
+def run(case, implementation="xla", **options):
+    call = jax.jit(
+        functools.partial(
+            paged_attention,
+            layer=0,
+            return_lse=True,
+            implementation=implementation,
+            **options,
+        )
+    )
+    out, lse = call(jnp.asarray(case.q), case.cache, **case.arguments())
+    return np.asarray(out), np.asarray(lse)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
+def test_equals_dense_softmax_and_ignores_what_unused_slots_hold(
+    workload, implementation
+):
+    case = random_paged_case(workload, unused=np.nan)
+    out, lse = run(case, implementation)
+    expected_out, expected_lse = dense_attention(case)
+    np.testing.assert_allclose(out, expected_out, atol=TOLERANCE["float32"], rtol=0)
+    np.testing.assert_allclose(lse, expected_lse, atol=TOLERANCE["float32"], rtol=0)
+
+
+@pytest.mark.parametrize("unused", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kv_len", [1, 7, 8, 9])
+def test_a_pool_of_nan_or_inf_gives_the_bits_of_a_pool_of_zeros(kv_len, unused):
+    workload = Workload(rows=((1, kv_len), (min(3, kv_len), kv_len)))
+    dirty, _ = run(random_paged_case(workload, unused=unused))
+    clean, _ = run(random_paged_case(workload, unused=0.0))
+    np.testing.assert_array_equal(dirty, clean)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_caches_are_read_as_stored(dtype):
+    case = random_paged_case(WORKLOADS[4], dtype=dtype)
+    out, _ = run(case)
+    # The keys in the case are already rounded, so float32's tolerance holds.
+    expected, _ = dense_attention(case)
+    np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"], rtol=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [1, 4, 130, 1000])
+def test_a_window_sees_its_last_keys_only(window, implementation):
+    case = random_paged_case(Workload(rows=((13, 13), (1, 9), (40, 300), (1, 290))))
+    out, lse = run(case, implementation, window=window)
+    expected_out, expected_lse = dense_attention(case, window=window)
+    np.testing.assert_allclose(out, expected_out, atol=TOLERANCE["float32"], rtol=0)
+    np.testing.assert_allclose(lse, expected_lse, atol=TOLERANCE["float32"], rtol=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_scale_and_soft_cap_act_on_the_scores(implementation):
+    case = random_paged_case(WORKLOADS[2])
+    out, _ = run(case, implementation, scale=0.7, soft_cap=1.5)
+    expected, _ = dense_attention(case, scale=0.7, soft_cap=1.5)
+    np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"], rtol=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_empty_rows_and_padding_give_zero_and_minus_infinity(implementation):
+    workload = Workload(rows=((0, 0), (1, 5), (0, 0)), padding_tokens=3)
+    out, lse = run(random_paged_case(workload), implementation)
+    np.testing.assert_array_equal(out[1:], 0.0)
+    np.testing.assert_array_equal(lse[1:], -np.inf)
+    assert np.isfinite(lse[0]).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_query_of_a_row_without_keys_gives_zero(implementation):
+    case = random_paged_case(Workload(rows=((1, 0), (1, 5), (1, 0))))
+    out, lse = run(case, implementation)
+    np.testing.assert_array_equal(out[[0, 2]], 0.0)
+    np.testing.assert_array_equal(lse[[0, 2]], -np.inf)
+    expected, _ = dense_attention(case)
+    np.testing.assert_allclose(out[1], expected[1], atol=TOLERANCE["float32"], rtol=0)
+
+
+def plant(case, fault):
+    """Return a case that a wrong kernel would seem to have been given."""
+    layer = case.cache.layers[0]
+    if fault == "keys for values":
+        cache = KVCache(layers=(LayerKV(k=layer.k, v=layer.k),))
+        return case.q, cache, case.arguments()
+    changed = case.arguments()
+    if fault == "last key left out":
+        changed["kv_lens"] = jnp.maximum(changed["kv_lens"] - 1, 1)
+    elif fault == "two blocks swapped":
+        tables = np.array(case.block_tables)
+        tables[:, [0, 1]] = tables[:, [1, 0]]
+        changed["block_tables"] = jnp.asarray(tables)
+    return case.q, case.cache, changed
+
+
+@pytest.mark.parametrize(
+    "fault", ["keys for values", "last key left out", "two blocks swapped"]
+)
+def test_the_comparison_sees(fault):
+    case = random_paged_case(Workload(rows=((1, 12), (4, 21))), unused=0.0)
+    q, cache, arguments = plant(case, fault)
+    out = paged_attention(jnp.asarray(q), cache, 0, **arguments)
+    expected, _ = dense_attention(case)
+    assert np.abs(np.asarray(out) - expected).max() > 100 * TOLERANCE["float32"]
+
+
+def test_arguments_that_do_not_fit_are_named():
+    case = random_paged_case(Workload(rows=((1, 5), (2, 9))))
+    q, arguments = jnp.asarray(case.q), case.arguments()
+
+    def attend(q=q, layer=0, **changes):
+        return paged_attention(q, case.cache, layer, **(arguments | changes))
+
+    with pytest.raises(ValueError, match="layer 1 is outside the cache's 1 layers"):
+        attend(layer=1)
+    with pytest.raises(ValueError, match=r"q has shape \(3, 4, 8\).*head_dim=16"):
+        attend(q=q[:, :, :8])
+    with pytest.raises(ValueError, match="q has 3 heads, not a multiple of .* 2"):
+        attend(q=q[:, :3])
+    with pytest.raises(ValueError, match="window must be at least 1"):
+        attend(window=0)
+    with pytest.raises(ValueError, match="soft_cap must be > 0"):
+        attend(soft_cap=0.0)
+    with pytest.raises(ValueError, match="implementation must be one of"):
+        attend(implementation="triton")
+
+
+def test_a_named_implementation_that_cannot_raises_and_auto_goes_on(monkeypatch):
+    case = random_paged_case(Workload(rows=((1, 5),)))
+    q, arguments = jnp.asarray(case.q), case.arguments()
+    with pytest.raises(NotImplementedError, match="no Mosaic GPU"):
+        paged_attention(
+            q, case.cache, 0, implementation="mosaic_gpu", **arguments
+        )
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    out = paged_attention(q, case.cache, 0, **arguments)
+    np.testing.assert_allclose(
+        out, dense_attention(case)[0], atol=TOLERANCE["float32"], rtol=0
+    )
+    monkeypatch.setattr(attention_module, "_AUTO_ORDER", {"gpu": ("mosaic_gpu",)})
+    with pytest.raises(ExceptionGroup, match="no implementation") as caught:
+        paged_attention(q, case.cache, 0, **arguments)
+    assert re.search("Mosaic GPU", str(caught.value.exceptions[0]))

@@ -1,0 +1,65 @@
+"""One tiny model, compiled once, for every engine test."""
+
+import dataclasses
+
+import pytest
+
+from jaxkv.config import CacheConfig, EngineConfig
+from jaxkv.engine.engine import Engine, EngineLimits
+from jaxkv.engine.runner import ModelRunner
+from jaxkv.testing import tiny_llama
+
+NUM_BLOCKS = 64
+CONFIG = EngineConfig(
+    num_blocks=NUM_BLOCKS,
+    block_size=4,
+    max_model_len=128,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    warmup="lazy",
+    debug_blocks=True,
+)
+
+
+class TinyModel:
+    """The toy model, and engines around one runner of it.
+
+    The runner's cache is not emptied between engines: what it holds must not matter.
+    """
+
+    def __init__(self):
+        self.params, self.config = tiny_llama(eos_token_ids=(7,))
+        self.runner = ModelRunner(
+            self.params,
+            self.config,
+            CacheConfig(
+                num_layers=self.config.num_hidden_layers,
+                num_kv_heads=self.config.num_key_value_heads,
+                head_dim=self.config.head_dim,
+                num_blocks=NUM_BLOCKS,
+                block_size=CONFIG.block_size,
+                kv_cache_dtype="float32",
+            ),
+            num_token_ids=self.config.vocab_size,
+            attention_implementation="xla",
+        )
+
+    def engine(self, tokenizer=None, eos_token_ids=None, **changes):
+        """An engine; `changes` are fields of EngineConfig."""
+        config = dataclasses.replace(CONFIG, **changes)
+        limits = EngineLimits(
+            num_blocks=config.num_blocks,
+            max_model_len=config.max_model_len,
+            vocab_size=self.config.vocab_size,
+            num_token_ids=self.config.vocab_size,
+            eos_token_ids=(
+                self.config.eos_token_ids if eos_token_ids is None else eos_token_ids
+            ),
+            kv_bytes_per_token=1,
+        )
+        return Engine(self.runner, limits, config, tokenizer)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    return TinyModel()

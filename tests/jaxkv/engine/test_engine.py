@@ -1,0 +1,404 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from jaxkv import SamplingParams
+from jaxkv.testing import scripted_engine
+from tests.helpers import dense_greedy, run_engine, token_ids
+from tests.jaxkv.engine.conftest import CONFIG, NUM_BLOCKS
+
+LENGTHS = (1, 3, 4, 5, 17, 33)
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+def prompts(lengths=LENGTHS, seed=0):
+    rng = np.random.default_rng(seed)
+    return {f"r{n}": rng.integers(0, 128, n).tolist() for n in lengths}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    """What a decoder without a cache says, in float64."""
+    return {
+        request_id: dense_greedy(tiny.params, tiny.config, prompt, 12)
+        for request_id, prompt in prompts().items()
+    }
+
+
+def greedy_requests():
+    return {request_id: (prompt, GREEDY) for request_id, prompt in prompts().items()}
+
+
+def test_greedy_tokens_of_requests_alone_equal_a_decoder_without_a_cache(
+    tiny, expected
+):
+    for request_id, request in greedy_requests().items():
+        outputs = run_engine(tiny.engine(), {request_id: request})
+        assert token_ids(outputs) == {request_id: expected[request_id]}
+
+
+def test_batching_does_not_change_tokens(tiny, expected):
+    assert token_ids(run_engine(tiny.engine(), greedy_requests())) == expected
+
+
+def test_the_order_of_requests_does_not_change_tokens(tiny, expected):
+    order = ["r33", "r3", "r17", "r1", "r5", "r4"]
+    outputs = run_engine(tiny.engine(), greedy_requests(), order)
+    assert token_ids(outputs) == expected
+
+
+@pytest.mark.parametrize("chunk", range(1, 34))
+def test_no_chunk_size_changes_tokens(tiny, expected, chunk):
+    engine = tiny.engine(long_prefill_token_threshold=chunk)
+    assert token_ids(run_engine(engine, greedy_requests())) == expected
+
+
+@pytest.mark.parametrize("num_blocks", [13, 16, 20, 24])
+def test_preemption_does_not_change_tokens(tiny, expected, num_blocks):
+    engine = tiny.engine(num_blocks=num_blocks)
+    order = ["r17", "r33", "r5", "r4", "r3", "r1"]
+    assert token_ids(run_engine(engine, greedy_requests(), order)) == expected
+    assert engine.stats().num_preemptions > 0 or num_blocks > 16
+    assert engine.stats().free_blocks == num_blocks - 1
+
+
+def test_preemption_in_the_middle_of_chunks_does_not_change_tokens(tiny, expected):
+    engine = tiny.engine(num_blocks=13, long_prefill_token_threshold=5)
+    order = ["r17", "r5", "r33", "r4", "r3", "r1"]
+    assert token_ids(run_engine(engine, greedy_requests(), order)) == expected
+    assert engine.stats().num_preemptions > 0
+
+
+def test_two_requests_that_fit_only_one_at_a_time_both_finish(tiny):
+    rng = np.random.default_rng(3)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    requests = {f"r{i}": (rng.integers(0, 128, 20).tolist(), params) for i in (0, 1)}
+    engine = tiny.engine(num_blocks=11)
+    outputs = run_engine(engine, requests)
+    for request_id, (prompt, _) in requests.items():
+        alone = dense_greedy(tiny.params, tiny.config, prompt, 20)
+        assert token_ids(outputs)[request_id] == alone
+
+
+def test_seeded_requests_repeat_whoever_runs_beside_them(tiny):
+    params = SamplingParams(max_tokens=12, seed=7, ignore_eos=True, top_p=0.9)
+    requests = {k: (prompt, params) for k, prompt in prompts().items()}
+    together = token_ids(run_engine(tiny.engine(), requests))
+    chunked = tiny.engine(long_prefill_token_threshold=3, num_blocks=20)
+    assert token_ids(run_engine(chunked, requests)) == together
+    for request_id, request in requests.items():
+        alone = run_engine(tiny.engine(), {request_id: request})
+        assert token_ids(alone)[request_id] == together[request_id]
+
+
+def test_unseeded_requests_repeat_with_the_engine_seed_and_differ_among_each_other(
+    tiny,
+):
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    requests = {f"r{i}": ([5, 6, 7], params) for i in range(3)}
+    first = token_ids(run_engine(tiny.engine(), requests))
+    assert token_ids(run_engine(tiny.engine(), requests)) == first
+    assert token_ids(run_engine(tiny.engine(seed=1), requests)) != first
+    assert len({tuple(tokens) for tokens in first.values()}) == 3
+
+
+def test_n_outputs_differ_repeat_and_start_with_that_of_n_1(tiny):
+    params = SamplingParams(n=4, seed=7, max_tokens=8, ignore_eos=True)
+    requests = {"r": ([5, 6, 7], params)}
+    (output,) = run_engine(tiny.engine(), requests).values()
+    texts = [list(completion.token_ids) for completion in output.outputs]
+    assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
+    assert len({tuple(text) for text in texts}) == 4
+    (again,) = run_engine(tiny.engine(), requests).values()
+    assert [list(completion.token_ids) for completion in again.outputs] == texts
+    single = {"r": ([5, 6, 7], dataclasses.replace(params, n=1))}
+    assert token_ids(run_engine(tiny.engine(), single))["r"] == texts[0]
+
+
+def test_logprobs_are_log_softmax_of_the_raw_logits(tiny):
+    params = SamplingParams(
+        max_tokens=3,
+        temperature=0.0,
+        ignore_eos=True,
+        logprobs=3,
+        prompt_logprobs=2,
+        repetition_penalty=1.5,
+    )
+    prompt = prompts()["r17"]
+    engine = tiny.engine(long_prefill_token_threshold=5)
+    (output,) = run_engine(engine, {"r": (prompt, params)}).values()
+    completion = output.outputs[0]
+    tokens = prompt + list(completion.token_ids)
+    from tests.helpers import dense_logits
+
+    weights = {k: np.asarray(v, np.float64) for k, v in tiny.params.items()}
+    logits = dense_logits(weights, tiny.config, tokens)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+    def check(entry, position, count):
+        best = np.argsort(-logprobs[position], kind="stable")[:count].tolist()
+        assert list(entry)[:count] == best
+        assert set(entry) == {*best, tokens[position + 1]}
+        for token, logprob in entry.items():
+            assert logprob == pytest.approx(logprobs[position, token], abs=1e-4)
+
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == 17
+    for position in range(16):
+        check(output.prompt_logprobs[position + 1], position, 2)
+    for index, entry in enumerate(completion.logprobs):
+        check(entry, 16 + index, 3)
+    assert completion.cumulative_logprob == pytest.approx(
+        sum(logprobs[16 + i, tokens[17 + i]] for i in range(3)), abs=1e-4
+    )
+
+
+def test_logprobs_are_finite_and_hold_the_chosen_token_even_with_none_asked_for(tiny):
+    params = SamplingParams(max_tokens=4, seed=0, top_k=1, logprobs=0, ignore_eos=True)
+    (output,) = run_engine(tiny.engine(), {"r": ([1, 2], params)}).values()
+    completion = output.outputs[0]
+    for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert list(entry) == [token]
+    json.dumps(list(completion.logprobs), allow_nan=False)
+
+
+def test_top_k_1_is_greedy_and_penalties_see_prompt_and_output(tiny, expected):
+    params = SamplingParams(max_tokens=12, top_k=1, seed=3, ignore_eos=True)
+    outputs = run_engine(tiny.engine(), {"r5": (prompts()["r5"], params)})
+    assert token_ids(outputs)["r5"] == expected["r5"]
+    harsh = SamplingParams(
+        max_tokens=40, temperature=0.0, ignore_eos=True, repetition_penalty=1e6
+    )
+    for engine in (tiny.engine(), tiny.engine(num_blocks=14)):
+        rivals = {f"x{i}": (prompts()["r17"], GREEDY) for i in range(3)}
+        outputs = run_engine(engine, rivals | {"r": (prompts()["r5"], harsh)})
+        tokens = prompts()["r5"] + token_ids(outputs)["r"]
+        assert len(set(tokens)) == len(set(prompts()["r5"])) + 40
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("ends_by", ["eos", "max_tokens"])
+def test_after_the_last_step_every_block_is_free_once(block_size, ends_by):
+    engine = scripted_engine(
+        lambda tokens: 9 if ends_by == "eos" and len(tokens) == 8 else tokens[-1] + 1,
+        dataclasses.replace(CONFIG, block_size=block_size),
+        eos_token_ids=(9,),
+    )
+    outputs = run_engine(engine, {"r": ([1, 2, 3], SamplingParams(max_tokens=6))})
+    expected = [4, 5, 6, 7, 8, 9] if ends_by == "max_tokens" else [4, 5, 6, 7, 8, 9]
+    assert token_ids(outputs)["r"] == expected
+    stats = engine.stats()
+    assert stats.free_blocks == stats.total_blocks == NUM_BLOCKS - 1
+    pool = engine.scheduler.pool
+    assert sorted(pool.allocate(stats.total_blocks)) == list(range(1, NUM_BLOCKS))
+
+
+def test_a_scripted_engine_sees_every_token_through_its_block_table():
+    engine = scripted_engine(
+        lambda tokens: sum(tokens) % 1000,
+        dataclasses.replace(CONFIG, num_blocks=20, long_prefill_token_threshold=3),
+    )
+    requests = {k: (prompt, GREEDY) for k, prompt in prompts().items()}
+    for request_id, output in run_engine(engine, requests).items():
+        tokens = list(prompts()[request_id])
+        for _ in range(12):
+            tokens.append(sum(tokens) % 1000)
+        assert list(output.outputs[0].token_ids) == tokens[-12:]
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "finish_reason", "stop_reason"),
+    [
+        (SamplingParams(max_tokens=9), [4, 5, 6, 7], "stop", None),
+        (SamplingParams(max_tokens=2), [4, 5], "length", None),
+        (SamplingParams(max_tokens=9, stop_token_ids=[5]), [4, 5], "stop", 5),
+        (SamplingParams(max_tokens=6, ignore_eos=True), [4, 5, 6, 7, 8, 9], "length", None),
+        (
+            SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=[8]),
+            [4, 5, 6, 7, 8],
+            "stop",
+            8,
+        ),
+    ],
+    ids=["eos", "max_tokens", "stop id", "ignore_eos", "ignore_eos and stop id"],
+)
+def test_finish_reasons(params, tokens, finish_reason, stop_reason):
+    engine = scripted_engine(lambda t: t[-1] + 1, CONFIG, eos_token_ids=(7, 11))
+    (output,) = run_engine(engine, {"r": ([1, 2, 3], params)}).values()
+    completion = output.outputs[0]
+    assert completion.token_ids == tokens
+    assert (completion.finish_reason, completion.stop_reason) == (
+        finish_reason,
+        stop_reason,
+    )
+
+
+@pytest.mark.parametrize("eos", [7, 11, 13])
+def test_every_eos_id_ends_generation(eos):
+    engine = scripted_engine(lambda t: eos, CONFIG, eos_token_ids=(7, 11, 13))
+    outputs = run_engine(engine, {"r": ([1], SamplingParams(max_tokens=5))})
+    assert token_ids(outputs)["r"] == [eos]
+
+
+def test_min_tokens_holds_back_eos_and_stop_ids_on_the_device(tiny):
+    free = SamplingParams(max_tokens=1, temperature=0.0)
+    prompt = prompts()["r5"]
+    first = token_ids(run_engine(tiny.engine(), {"r": (prompt, free)}))["r"][0]
+    engine = tiny.engine(eos_token_ids=(first,))
+    held = SamplingParams(max_tokens=4, min_tokens=3, temperature=0.0)
+    outputs = run_engine(engine, {"r": (prompt, held)})
+    tokens = token_ids(outputs)["r"]
+    assert len(tokens) >= 3
+    assert first not in tokens[:3]
+
+
+def test_max_tokens_none_runs_to_the_end_of_the_pool_or_the_model(tiny):
+    params = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
+    (output,) = run_engine(tiny.engine(num_blocks=6), {"r": ([1, 2], params)}).values()
+    assert len(output.outputs[0].token_ids) == 5 * 4 + 1 - 2
+    assert output.outputs[0].finish_reason == "length"
+    (output,) = run_engine(tiny.engine(), {"r": ([1, 2], params)}).values()
+    assert len(output.outputs[0].token_ids) == 126
+
+
+def test_a_prompt_that_fills_the_pool_can_have_one_token(tiny):
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    prompt = prompts([20])["r20"]
+    outputs = run_engine(tiny.engine(num_blocks=6), {"r": (prompt, params)})
+    assert token_ids(outputs)["r"] == dense_greedy(
+        tiny.params, tiny.config, prompt, 1
+    )
+
+
+def test_an_aborted_request_is_reported_once_and_leaves_nothing(tiny):
+    engine = tiny.engine()
+    for request_id, prompt in prompts().items():
+        engine.add_request(request_id, prompt, GREEDY)
+    engine.step()
+    engine.step()
+    engine.abort_request("r33")
+    engine.abort_request("r33")
+    engine.abort_request("nobody")
+    reports = [o for o in engine.step() if o.request_id == "r33"]
+    assert [o.outputs[0].finish_reason for o in reports] == ["abort"]
+    for request_id in prompts():
+        engine.abort_request(request_id)
+    assert engine.has_unfinished_requests()
+    assert {o.outputs[0].finish_reason for o in engine.step()} == {"abort"}
+    assert not engine.has_unfinished_requests()
+    assert engine.step() == []
+    assert engine.stats().free_blocks == NUM_BLOCKS - 1
+    assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+
+def test_abort_of_a_request_with_several_outputs_ends_them_all(tiny):
+    engine = tiny.engine()
+    engine.add_request("r", [1, 2], SamplingParams(n=3, seed=1, ignore_eos=True))
+    engine.step()
+    engine.abort_request("r")
+    (output,) = engine.step()
+    assert [c.finish_reason for c in output.outputs] == ["abort"] * 3
+    assert engine.stats().held_blocks == 0
+
+
+def test_a_failed_step_loses_nothing(monkeypatch):
+    engine = scripted_engine(lambda tokens: len(tokens), CONFIG)
+    engine.add_request("r", [1, 2, 3], SamplingParams(max_tokens=3))
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "_next_token", lambda tokens: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    engine.scheduler.check_invariants()
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].outputs[0].token_ids == [3, 4, 5]
+
+
+def test_every_running_request_gets_a_token_beside_a_long_prefill():
+    engine = scripted_engine(
+        lambda tokens: 1, dataclasses.replace(CONFIG, max_num_batched_tokens=8)
+    )
+    long = SamplingParams(max_tokens=40)
+    engine.add_request("a", [1], long)
+    engine.add_request("b", [1], long)
+    engine.step()
+    engine.add_request("long", [1] * 80, SamplingParams(max_tokens=1))
+    for step in range(3, 17):
+        if step == 4:
+            engine.add_request("short", [1, 1], SamplingParams(max_tokens=1))
+        reported = {output.request_id for output in engine.step()}
+        assert {"a", "b"} <= reported
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([1, 128], {}, r"outside the vocabulary of 128: \[128\]"),
+        ([-1], {}, r"outside the vocabulary of 128: \[-1\]"),
+        ([1] * 128, {}, "128 tokens, but max_model_len is 128"),
+        ([1] * 129, {}, "129 tokens, but max_model_len is 128"),
+        ([1] * 60, {"max_tokens": 40}, "needs 99 slots, but the pool has 40"),
+        ("text", {}, "must be token ids, got a string"),
+        ([1.5], {}, "must be a list of integers"),
+        ([1], {"stop": "x"}, "need a tokenizer"),
+        ([1], {"stop_token_ids": [128]}, "stop_token_ids outside the vocabulary"),
+        (
+            [1],
+            {"stop_token_ids": list(range(40)), "min_tokens": 1},
+            "hold back at most 32",
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_and_others_go_on(
+    tiny, prompt, params, message
+):
+    engine = tiny.engine(num_blocks=11)
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("r", prompt, SamplingParams(**params))
+    assert not engine.has_unfinished_requests()
+    outputs = run_engine(engine, {"r": ([1, 2, 3, 4], GREEDY)})
+    assert len(token_ids(outputs)["r"]) == 12
+
+
+def test_a_request_id_in_use_is_refused(tiny):
+    engine = tiny.engine()
+    engine.add_request("r", [1], GREEDY)
+    with pytest.raises(ValueError, match="'r' is already in use"):
+        engine.add_request("r", [1], GREEDY)
+    run_engine(engine, {})
+    engine.add_request("r", [1], GREEDY)
+
+
+def test_outputs_are_snapshots(tiny):
+    engine = tiny.engine()
+    engine.add_request("r", [1, 2, 3], GREEDY)
+    lengths = []
+    snapshots = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            snapshots.append(output)
+            lengths.append(len(output.outputs[0].token_ids))
+    assert lengths == list(range(1, 13))
+    assert [len(s.outputs[0].token_ids) for s in snapshots] == lengths
+    tokens = snapshots[4].outputs[0].token_ids
+    assert tokens == list(snapshots[-1].outputs[0].token_ids)[:5]
+    assert tokens[-1] == tokens[4]
+    assert tokens[1:3] == list(tokens)[1:3]
+    assert not hasattr(tokens, "append")
+
+
+def test_stats_count_tokens_once_also_after_preemption(tiny):
+    engine = tiny.engine(num_blocks=13)
+    order = ["r17", "r33", "r5", "r4", "r3", "r1"]
+    run_engine(engine, greedy_requests(), order)
+    stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.prompt_tokens == sum(LENGTHS)
+    assert stats.generation_tokens == 12 * len(LENGTHS)
+    assert stats.peak_held_blocks <= 12
+    assert stats.free_blocks + stats.cached_blocks + stats.held_blocks == 12
