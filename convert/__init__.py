@@ -80,6 +80,6 @@ def _open_source(path: Path) -> Source:
         raise ValueError(f"{path} does not exist")
     if path.suffix.lower() != ".gguf":
         raise ValueError(f"{path} is neither a Hugging Face folder nor a .gguf file")
-    from convert.gguf import open_gguf
+    from convert.gguf_file import open_gguf
 
     return open_gguf(path)

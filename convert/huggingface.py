@@ -191,11 +191,11 @@ def _read_tokenizer_files(folder: Path) -> tuple[str | None, dict[str, Any]]:
     if (folder / "chat_template.json").is_file():
         settings |= read_json(folder / "chat_template.json")
     if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_bytes().decode("utf-8")
+        template = _read_text(folder / "chat_template.jinja")
         settings["chat_template"] = template
     file = folder / "tokenizer.json"
     if file.is_file():
-        return file.read_bytes().decode("utf-8"), settings
+        return _read_text(file), settings
     others = [name for name in OTHER_TOKENIZER_FILES if (folder / name).exists()]
     if others:
         raise ValueError(
@@ -203,6 +203,14 @@ def _read_tokenizer_files(folder: Path) -> tuple[str | None, dict[str, Any]]:
             "with AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
     return None, settings
+
+
+def _read_text(file: Path) -> str:
+    """Read UTF-8 as it is: line ends are not translated."""
+    try:
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error}") from error
 
 
 def _generation_eos_ids(file: Path, generation: Mapping[str, Any]) -> list[int]:

@@ -1,12 +1,15 @@
 """Shared by tests: the only tolerances, random paged cases, a dense decoder."""
 
 import dataclasses
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.config import NULL_BLOCK, CacheConfig
 from jaxkv.device.cache import KVCache, LayerKV
+
+FIXTURES = Path(__file__).parent / "fixtures"
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 2e-3}
 """Largest absolute difference of attention outputs, by the dtype of the cache."""

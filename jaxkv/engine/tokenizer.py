@@ -27,7 +27,7 @@ class CheckpointTokenizer:
         chat_template: Source of the checkpoint's jinja2 template; None: it has none.
         bos_token: Text of the beginning-of-sequence token, where there is one.
         eos_token: Text of the end-of-sequence token, where there is one.
-        vocab_size: Highest token id plus one; a model's vocabulary may be larger.
+        num_token_ids: Highest token id plus one; a model's vocabulary may be larger.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]):
@@ -46,7 +46,7 @@ class CheckpointTokenizer:
         self.bos_token = self._special_tokens.get("bos_token")
         self.eos_token = self._special_tokens.get("eos_token")
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.num_token_ids = max(vocabulary.values(), default=-1) + 1
 
     @classmethod
     def from_files(
@@ -138,9 +138,10 @@ def read_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _default_template(templates: Any) -> str | None:
     """Pick the template: a plain one, or the one called `default` of a list."""
     if isinstance(templates, list):
-        named = {item["name"]: item["template"] for item in templates}
-        return named.get("default")
-    return templates
+        named = [item for item in templates if isinstance(item, Mapping)]
+        defaults = [item for item in named if item.get("name") == "default"]
+        templates = defaults[0].get("template") if defaults else None
+    return templates if isinstance(templates, str) else None
 
 
 def _check_messages(messages: Sequence[Any]) -> None:

@@ -177,14 +177,11 @@ class Detokenizer:
         Keeps as many tokens as a broken character can have, and one.
 
         Returns:
-            The new text but for such a character.
+            The new text, less what may be such a character.
         """
-        num_broken = min(len(new) - len(new.rstrip(REPLACEMENT)), MAX_BROKEN)
-        broken = new[len(new) - num_broken :]
         del self._window[self._num_anchor : -MAX_BROKEN - 1]
         base = self._decode(self._window)
-        if not base.endswith(broken):
-            num_broken = 0
+        num_broken = min(_count_broken(new), _count_broken(base), MAX_BROKEN)
         self._base = self._whole_base = base[: len(base) - num_broken]
         return new[: len(new) - num_broken]
 
@@ -220,6 +217,11 @@ class Detokenizer:
             ),
             default=0,
         )
+
+
+def _count_broken(text: str) -> int:
+    """Return how many U+FFFD a text ends in."""
+    return len(text) - len(text.rstrip(REPLACEMENT))
 
 
 def _first_end_after(text: str, stop: str, old: int) -> int | None:

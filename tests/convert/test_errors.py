@@ -49,7 +49,11 @@ def test_a_folder_without_config(tmp_path):
     refuse(tmp_path, r"hf is not a Hugging Face folder: it has no config.json")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "", '{"a": ' * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "", '{"a": ' * 100_000],
+    ids=["cut_short", "list", "empty", "deep"],
+)
 def test_a_config_that_is_no_object(tmp_path, text):
     write_folder(tmp_path / "hf")
     (tmp_path / "hf/config.json").write_text(text)
@@ -172,6 +176,12 @@ def test_a_broken_tokenizer(tmp_path):
     write_folder(tmp_path / "hf")
     (tmp_path / "hf/tokenizer.json").write_text("{}")
     refuse(tmp_path, r"hf/tokenizer.json is not a tokenizer.json")
+
+
+def test_a_chat_template_that_is_no_text(tmp_path):
+    write_folder(tmp_path / "hf")
+    (tmp_path / "hf/chat_template.jinja").write_bytes(b"\xff")
+    refuse(tmp_path, r"hf/chat_template.jinja is not UTF-8")
 
 
 def test_a_generation_config_with_a_wrong_id(tmp_path):

@@ -1,5 +1,6 @@
 """Files are read bit for bit; headers that lie are errors before a tensor is read."""
 
+import itertools
 import json
 
 import ml_dtypes
@@ -129,6 +130,7 @@ def test_a_loaded_tensor_belongs_to_the_caller(tmp_path):
         ({"a": entry()}, bytes(7), r"is truncated: its header asks for 7\d bytes"),
         ({"a": entry()}, bytes(9), r"is too long: its header asks for 7\d bytes"),
     ],
+    ids=map(str, itertools.count()),
 )
 def test_a_header_that_lies_is_an_error(tmp_path, header, data, message):
     path = write_raw(tmp_path / "x.safetensors", header, data)

@@ -47,7 +47,7 @@ def test_special_tokens_are_decoded_when_asked_for(make):
 
 
 def test_the_vocabulary_ends_after_the_highest_id(make):
-    assert make().vocab_size == 8
+    assert make().num_token_ids == 8
 
 
 def test_stored_truncation_and_padding_are_off(make, tmp_path):
