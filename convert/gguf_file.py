@@ -165,6 +165,12 @@ def _read_config(header: Header, metadata: Metadata, architecture: str) -> Model
     metadata.expect("attention.value_length", head_dim)
     metadata.expect("rope.dimension_count", head_dim)
     rope_theta = metadata.number("rope.freq_base", 10000.0)
+    num_layers = metadata.integer("block_count")
+    if num_layers > len(tensors):  # before anything is listed layer by layer
+        raise ValueError(
+            f"{header.path}: {architecture}.block_count is {num_layers}, but the file "
+            f"has only {len(tensors)} tensors"
+        )
     config = ModelConfig(
         model_type=architecture,
         vocab_size=metadata.integer("vocab_size", embedding.shape[0])
@@ -172,7 +178,7 @@ def _read_config(header: Header, metadata: Metadata, architecture: str) -> Model
         else metadata.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=metadata.integer("feed_forward_length"),
-        num_hidden_layers=metadata.integer("block_count"),
+        num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=metadata.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,

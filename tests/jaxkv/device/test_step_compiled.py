@@ -1,0 +1,470 @@
+"""The compiled step: the cache is donated, written in place and never copied.
+
+Read off XLA's optimised program, for this machine's CPU and for an H200.
+"""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.config import CacheConfig, ModelConfig, RopeScaling
+from jaxkv.device.cache import KVCache, LayerKV, init_cache, write_kv
+from jaxkv.device.llama import param_shapes
+from jaxkv.device.step import make_step
+from jaxkv.engine.batch import BatchBuilder, Bucket
+from jaxkv.engine.runner import ModelRunner
+from jaxkv.testing import tiny_llama
+from tests import gpu_target
+
+LAYERS = 3
+DECODE, PREFILL = Bucket(rows=4, tokens=4), Bucket(rows=4, tokens=64)
+DTYPES = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")]
+
+
+# --- reading a compiled module ---------------------------------------------------
+
+
+class Instruction(NamedTuple):
+    """One line of HLO: %name = type opcode(%operands), attributes."""
+
+    name: str
+    is_root: bool
+    result: str  # the type as written; of several arrays where it is a tuple
+    opcode: str
+    operands: list[str]
+    calls: list[str]  # the computation a fusion holds
+
+    def num_elements(self):
+        """Elements of the largest array that it returns."""
+        shapes = re.findall(r"\w+\[([\d,]*)\]", self.result)
+        return max((math.prod(map(int, filter(None, s.split(",")))) for s in shapes))
+
+
+HEADER = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
+LINE = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
+OPCODE = re.compile(r"^(\(.*?\)|[^( ]+) ([\w\-]+)\((.*)$")
+# These hand arrays on and make none. What is inside a loop or a branch is looked at
+# by itself: where XLA cannot share a carried buffer, it writes an explicit copy.
+PLUMBING = {
+    "parameter",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+}
+IN_PLACE = {"scatter", "dynamic-update-slice"}
+
+
+def parse(text):
+    """{computation: its instructions, by name} of an HLO module's text."""
+    computations, current = {}, {}
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+        if header := HEADER.match(line):
+            current = computations.setdefault(header[1], {})
+        elif match := LINE.match(line):
+            # Types nest no parentheses but layouts may have some: T(8,128).
+            written = re.sub(r"(\][^ ,]*?)\{[^}]*\}", r"\1", match[3])
+            parts = OPCODE.match(written)
+            assert parts, line
+            current[match[2]] = Instruction(
+                name=match[2],
+                is_root=bool(match[1]),
+                result=parts[1],
+                opcode=parts[2],
+                operands=re.findall(r"%([\w.\-]+)", parts[3].split(")")[0]),
+                calls=re.findall(r"calls=%([\w.\-]+)", parts[3]),
+            )
+    return computations
+
+
+def is_in_place(instruction, computations):
+    """Whether an instruction writes into the array it is given.
+
+    So do scatters and slice updates, and fusions that end in one whose target comes
+    from outside the fusion.
+    """
+    if instruction.opcode in IN_PLACE:
+        return True
+    if instruction.opcode != "fusion":
+        return False
+    inside = computations[instruction.calls[0]]
+
+    def behind_bitcasts(name):
+        while inside[name].opcode == "bitcast":
+            name = inside[name].operands[0]
+        return inside[name]
+
+    root = behind_bitcasts(next(x.name for x in inside.values() if x.is_root))
+    ends = map(behind_bitcasts, root.operands) if root.opcode == "tuple" else [root]
+    return all(
+        end.opcode in IN_PLACE
+        and behind_bitcasts(end.operands[0]).opcode == "parameter"
+        for end in ends
+    )
+
+
+class PoolUse(NamedTuple):
+    """What a compiled module does with arrays of a pool's size."""
+
+    num_writes: int  # in place
+    made: list[str]  # every other instruction that makes one; should be empty
+
+
+def pool_use(text, pool_elements):
+    """Find what makes arrays of at least half a layer's pool, of any shape or dtype.
+
+    Inside a fusion nothing is stored but the result, so only that counts.
+    """
+    computations = parse(text)
+    every = [x for lines in computations.values() for x in lines.values()]
+    fused = {name for x in every for name in x.calls}
+    num_writes, made = 0, []
+    for computation, lines in computations.items():
+        for x in lines.values() if computation not in fused else ():
+            if x.opcode in PLUMBING or 2 * x.num_elements() < pool_elements:
+                continue
+            if is_in_place(x, computations):
+                num_writes += 1
+            else:
+                made.append(f"{x.opcode} %{x.name} of {x.result} in %{computation}")
+    return PoolUse(num_writes, made)
+
+
+def elements_of_a_pool(config):
+    return math.prod(
+        (config.num_blocks, config.num_kv_heads, config.block_size, config.head_dim)
+    )
+
+
+# --- on this machine's CPU -------------------------------------------------------
+
+
+class Tiny(NamedTuple):
+    """A toy model in the engine's own runner; its pools dwarf all other arrays."""
+
+    params: dict[str, jax.Array]
+    cache_config: CacheConfig
+    runner: ModelRunner
+    builder: BatchBuilder
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids="{0[0]}-weights-{0[1]}-pool".format)
+def tiny(request):
+    weights_dtype, pool_dtype = request.param
+    params, config = tiny_llama(num_hidden_layers=LAYERS, dtype=weights_dtype)
+    cache_config = CacheConfig(
+        num_layers=LAYERS,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        num_blocks=1024,
+        block_size=16,
+        kv_cache_dtype=pool_dtype,
+    )
+    runner = ModelRunner(
+        params,
+        config,
+        cache_config,
+        num_token_ids=config.vocab_size,
+        attention_implementation="xla",
+    )
+    builder = BatchBuilder(
+        buckets=(DECODE, PREFILL),
+        block_size=16,
+        num_blocks=1024,
+        max_model_len=128,
+        vocab_size=config.vocab_size,
+    )
+    return Tiny(params, cache_config, runner, builder)
+
+
+@pytest.mark.parametrize("bucket", [DECODE, PREFILL], ids=["decode", "prefill"])
+def test_the_compiled_step_writes_every_pool_in_place_and_copies_none(tiny, bucket):
+    tiny.runner.compile([tiny.builder.empty(bucket)])
+    compiled = tiny.runner._executables[bucket]
+    memory = compiled.memory_analysis()
+    use = pool_use(compiled.as_text(), elements_of_a_pool(tiny.cache_config))
+    assert use == PoolUse(num_writes=2 * LAYERS, made=[])
+    assert memory.alias_size_in_bytes == tiny.cache_config.total_bytes
+    assert memory.temp_size_in_bytes < tiny.cache_config.total_bytes / (2 * LAYERS)
+
+
+def decode_batch(builder, position):
+    """One row that computes one token, at `position` of block 1; the rest padding."""
+    batch = builder.empty(DECODE)
+    batch.positions[0] = position
+    batch.slot_mapping[0] = builder.block_size + position
+    batch.block_tables[0, 0] = 1
+    batch.kv_lens[0] = position + 1
+    batch.cu_q_lens[1:] = 1
+    return batch
+
+
+def test_ten_steps_keep_the_pools_dtype_shape_and_place_and_spare_the_params(tiny):
+    runner = tiny.runner
+    before = [(x.dtype, x.shape) for x in jax.tree.leaves(runner._cache)]
+    assert {str(dtype) for dtype, _ in before} == {tiny.cache_config.kv_cache_dtype}
+    places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(runner._cache)]
+    for position in range(10):
+        donated = jax.tree.leaves(runner._cache)
+        runner.execute(decode_batch(tiny.builder, position))
+        pools = jax.tree.leaves(runner._cache)
+        assert all(x.is_deleted() for x in donated)
+        assert [(x.dtype, x.shape) for x in pools] == before
+        assert [x.unsafe_buffer_pointer() for x in pools] == places
+    for pool in pools:
+        used = np.any(np.asarray(pool, np.float32) != 0, axis=(1, 3))
+        assert np.flatnonzero(used[1:]).tolist() == list(range(10))
+    params = [*tiny.params.values(), *runner._params]
+    assert not any(x.is_deleted() for x in params)
+
+
+@pytest.mark.slow
+def test_ten_steps_do_the_same_with_x64_enabled():
+    test = test_ten_steps_keep_the_pools_dtype_shape_and_place_and_spare_the_params
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", f"{__file__}::{test.__name__}"],
+        cwd=gpu_target.ROOT,
+        env=os.environ | {"JAX_ENABLE_X64": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(DTYPES)} passed" in done.stdout
+
+
+# --- for an H200, without one ----------------------------------------------------
+
+LLAMA_8B_LAYERS = 32
+
+
+def llama_8b_cache_config():
+    return CacheConfig(
+        num_layers=LLAMA_8B_LAYERS, num_kv_heads=8, head_dim=128, num_blocks=8192
+    )
+
+
+def llama_8b_decode_step():
+    """Compile Llama-3.1-8B's decode step of 64 rows for an H200, and describe it."""
+    config = ModelConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=LLAMA_8B_LAYERS,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(rope_type="llama3", factor=8.0),
+        dtype="bfloat16",
+    )
+    cache_config = llama_8b_cache_config()
+    bucket = Bucket(rows=64, tokens=64)
+    builder = BatchBuilder(
+        buckets=(bucket,),
+        block_size=cache_config.block_size,
+        num_blocks=cache_config.num_blocks,
+        max_model_len=8192,
+        vocab_size=config.vocab_size,
+    )
+    # By name: the default backend of this process is not the one compiled for.
+    step = make_step(
+        config, num_token_ids=config.vocab_size, attention_implementation="xla"
+    )
+    compiled = gpu_target.compile_for_h200(
+        step,
+        tuple(
+            jax.ShapeDtypeStruct(shape, config.dtype)
+            for shape in param_shapes(config).values()
+        ),
+        jax.eval_shape(lambda: init_cache(cache_config)),
+        builder.empty(bucket),
+        donate_argnums=(1,),
+    )
+    memory = compiled.memory_analysis()
+    return {
+        "text": compiled.as_text(),
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+    }
+
+
+@pytest.mark.slow
+def test_an_h200_decodes_llama_8b_with_every_pool_in_place_and_none_copied():
+    step = gpu_target.call(llama_8b_decode_step)
+    config = llama_8b_cache_config()
+    use = pool_use(step["text"], elements_of_a_pool(config))
+    assert use == PoolUse(num_writes=2 * LLAMA_8B_LAYERS, made=[])
+    assert step["alias_bytes"] == config.total_bytes
+    # Not even one pool fits in there. It is six float32 [64, 128256] arrays, 197 MB,
+    # of sampling, however many the layers.
+    assert step["temp_bytes"] < config.total_bytes / (2 * LLAMA_8B_LAYERS)
+
+
+@pytest.mark.parametrize("found", [None, "0.11.1"])
+def test_a_missing_or_unequal_cuda_plugin_is_a_clear_error(found, tmp_path):
+    if found:
+        folder = tmp_path / f"jax_cuda13_plugin-{found}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: jax-cuda13-plugin\nVersion: {found}\n")
+    message = f"needs jax-cuda13-plugin 0.11.2, .* found {found}: .*`make test`"
+    with pytest.raises(RuntimeError, match=message):
+        gpu_target.check_plugin("0.11.2", [str(tmp_path)])
+
+
+# --- planted faults: what the checks above would see ------------------------------
+
+POOL_SHAPE = (1024, 2, 16, 8)
+POOL_ELEMENTS = math.prod(POOL_SHAPE)
+
+
+def write_all(cache, new, slots):
+    for layer in range(len(cache.layers)):
+        cache = write_kv(cache, layer, new, new, slots)
+    return cache
+
+
+def on_first_k(change):
+    """A step that does `change` to one layer's keys, beside what it should do."""
+
+    def step(cache, new, slots):
+        first, *others = write_all(cache, new, slots).layers
+        changed = first._replace(k=change(first.k, new, slots))
+        return KVCache(layers=(changed, *others))
+
+    return step
+
+
+def through_another_layout(k, new, slots):
+    swapped = k.swapaxes(1, 2)
+    return swapped.at[slots // 16, slots % 16].set(new).swapaxes(1, 2)
+
+
+def reads_the_whole_pool(cache, new, slots):
+    pool = cache.layers[0].k[jnp.arange(POOL_SHAPE[0])[::-1]]
+    return write_all(cache, new, slots), jnp.einsum("bhtd,nhd->nbht", pool, new)
+
+
+def stacks_k_and_v(cache, new, slots):
+    layers = []
+    for old in cache.layers:
+        both = jnp.stack(old).at[:, slots // 16, :, slots % 16].set(new[:, None])
+        layers.append(LayerKV(k=both[0], v=both[1]))
+    return KVCache(layers=tuple(layers))
+
+
+def swaps_layers(cache, new, slots):
+    return KVCache(layers=write_all(cache, new, slots).layers[::-1])
+
+
+def scans_stacked_layers(cache, new, slots):
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *cache.layers)
+
+    def one_layer(carry, layer):
+        return carry, write_kv(KVCache(layers=(layer,)), 0, new, new, slots).layers[0]
+
+    _, stacked = jax.lax.scan(one_layer, None, stacked)
+    return KVCache(
+        layers=tuple(jax.tree.map(lambda x: x[i], stacked) for i in range(2))
+    )
+
+
+FAULTS = {
+    "scaled": on_first_k(lambda k, new, slots: k * 2),
+    "selected": on_first_k(
+        lambda k, new, slots: jnp.where(k > 0, k, jnp.zeros_like(k))
+    ),
+    "emptied": on_first_k(lambda k, new, slots: jnp.zeros_like(k)),
+    "converted": on_first_k(
+        lambda k, new, slots: jnp.sin(k.astype("bfloat16")).astype(k.dtype)
+    ),
+    "other-layout": on_first_k(through_another_layout),
+    "whole-pool-read": reads_the_whole_pool,
+    "k-and-v-stacked": stacks_k_and_v,
+    "layers-swapped": swaps_layers,
+    "layers-scanned": scans_stacked_layers,
+}
+
+
+def compile_write(step, donate_argnums=(0,)):
+    pool = jax.ShapeDtypeStruct(POOL_SHAPE, jnp.float32)
+    cache = KVCache(layers=(LayerKV(k=pool, v=pool),) * 2)
+    new = jax.ShapeDtypeStruct((4, 2, 8), jnp.float32)
+    slots = jax.ShapeDtypeStruct((4,), jnp.int32)
+    jitted = jax.jit(step, donate_argnums=donate_argnums)
+    return jitted.lower(cache, new, slots).compile()
+
+
+def test_a_step_without_a_fault_is_clean():
+    compiled = compile_write(write_all)
+    assert pool_use(compiled.as_text(), POOL_ELEMENTS) == PoolUse(4, [])
+    assert compiled.memory_analysis().alias_size_in_bytes == 4 * 4 * POOL_ELEMENTS
+
+
+def test_an_undonated_cache_is_seen():
+    compiled = compile_write(write_all, donate_argnums=())
+    made = pool_use(compiled.as_text(), POOL_ELEMENTS).made
+    assert [line.split()[0] for line in made] == ["copy"] * 4
+    assert compiled.memory_analysis().alias_size_in_bytes == 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_step_that_makes_an_array_of_a_pools_size_is_seen(fault):
+    assert pool_use(compile_write(FAULTS[fault]).as_text(), POOL_ELEMENTS).made
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%x = f32[8,2,16,8]{3,2,1,0} copy(%p)",
+        "%x = (f32[8,2,16,8]{3,2,1,0}, f32[8,2,16,8]{3,2,1,0}, u32[]) copy-start(%p)",
+        "%x = f32[8,2,16,8]{3,2,1,0} copy-done(%y)",
+        "%x = f32[8,16,2,8]{3,2,1,0} transpose(%p), dimensions={0,2,1,3}",
+        "%x = bf16[8,2,16,8]{3,2,1,0:T(8,128)(2,1)} convert(%p)",
+        "%x = f32[2,8,2,16,8]{4,3,2,1,0} concatenate(%p, %p), dimensions={0}",
+        "%x = (s32[], /*index=1*/f32[8,2,16,8]{3,2,1,0}) custom-call(%p)",
+        "%x = f32[8,2,16,8]{3,2,1,0} fusion(%p), kind=kLoop, calls=%copies",
+        "%x = f32[8,2,16,8]{3,2,1,0} fusion(%p), kind=kLoop, calls=%scatters_a_copy",
+    ],
+)
+def test_hlo_that_makes_an_array_of_a_pools_size_is_seen(line):
+    text = f"""
+%copies (a: f32[8,2,16,8]) -> f32[8,2,16,8] {{
+  %a = f32[8,2,16,8]{{3,2,1,0}} parameter(0)
+  ROOT %b = f32[8,2,16,8]{{3,2,1,0}} copy(%a)
+}}
+
+%scatters_a_copy (a: f32[8,2,16,8]) -> f32[8,2,16,8] {{
+  %a = f32[8,2,16,8]{{3,2,1,0}} parameter(0)
+  %c = f32[8,2,16,8]{{3,2,1,0}} negate(%a)
+  ROOT %b = f32[8,2,16,8]{{3,2,1,0}} scatter(%c, %i, %u), to_apply=%region
+}}
+
+ENTRY %main (p: f32[8,2,16,8]) -> f32[] {{
+  %p = f32[8,2,16,8]{{3,2,1,0}} parameter(0)
+  %small = f32[8]{{0}} copy(%q)
+  {line}
+}}
+"""
+    use = pool_use(text, 8 * 2 * 16 * 8)
+    assert use.num_writes == 0
+    assert [x.split()[1] for x in use.made] == ["%x"]
+
+
+def test_a_cache_that_cannot_be_reused_is_an_error():
+    def step(cache, new, slots):
+        written = write_all(cache, new, slots)
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), written)
+
+    with pytest.raises(UserWarning, match="donated buffers were not usable"):
+        compile_write(step)
