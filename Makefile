@@ -16,7 +16,7 @@ demo: $(MODEL)/config.json
 
 model: $(MODEL)/config.json
 
-test: $(VENV)/test.stamp $(MODEL)/config.json
+test: $(VENV)/gpu-compile.stamp $(MODEL)/config.json
 	$(BIN)/python -m pytest -q
 
 lint: $(VENV)/lint.stamp
@@ -25,7 +25,7 @@ lint: $(VENV)/lint.stamp
 	$(BIN)/pyright
 
 # The suite on the oldest jax that is supported.
-test-oldest: .venv-oldest/test.stamp $(MODEL)/config.json
+test-oldest: .venv-oldest/gpu-compile.stamp $(MODEL)/config.json
 	.venv-oldest/bin/python -m pytest -q
 
 $(MODEL)/config.json: $(VENV)/install.stamp
@@ -51,6 +51,15 @@ $(VENV)/lint.stamp: $(VENV)/test.stamp
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
 	.venv-oldest/bin/python -m pip install --quiet --editable . --group test jax==0.11.2 jaxlib==0.11.2
+	touch $@
+
+# The compiler for GPUs, of jaxlib's own version. Not beside jax: without NVIDIA's
+# libraries jax would complain of it at every start. tests/gpu_target.py uses it.
+%/gpu-compile.stamp: %/test.stamp
+	rm -rf $*/gpu-compile
+	version=`$*/bin/python -c 'import jaxlib; print(jaxlib.__version__)'` && \
+	$*/bin/python -m pip install --quiet --target $*/gpu-compile \
+	    --group gpu-compile jax-cuda13-plugin==$$version
 	touch $@
 
 clean:

@@ -10,7 +10,6 @@ end of the file, and leaves tensors on disk. The format is described in ggml's
 import math
 import mmap
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,12 +98,25 @@ class _Cursor:
         return struct.unpack_from("<Q", self.data, self.skip(8, what))[0]
 
     def string(self, what: str) -> str:
-        length = self.u64(what)
-        start = self.skip(length, what)
+        return self.strings(1, what)[0]
+
+    def strings(self, count: int, what: str) -> list[str]:
+        """Read many strings; a vocabulary has 100,000s, so no call for each."""
+        lengths, end = struct.Struct("<Q"), len(self.data)
+        data, offset, strings = self.data, self.offset, []
         try:
-            return self.data[start : self.offset].decode("utf-8")
+            for _ in range(count):
+                start = offset + 8
+                offset = start + lengths.unpack_from(data, offset)[0]
+                if offset > end:
+                    break
+                strings.append(data[start:offset].decode("utf-8"))
         except UnicodeDecodeError:
             raise ValueError(f"{self.path}: {what} is not valid UTF-8") from None
+        except struct.error:  # the length itself is past the end
+            offset = end + 8
+        self.skip(offset - self.offset, what)
+        return strings
 
     def numbers(self, kind: GGUFValueType, count: int, what: str) -> list[Any]:
         dtype = np.dtype(_SCALARS[kind])
@@ -184,15 +196,11 @@ def _read_value(cursor: _Cursor, what: str) -> Any:
         if kind == GGUFValueType.ARRAY:
             raise ValueError(f"{cursor.path}: {what} is an array of arrays")
         if kind == GGUFValueType.STRING:
-            return _repeat(lambda: cursor.string(what), count)
+            return cursor.strings(count, what)
         return cursor.numbers(kind, count, what)
     if kind == GGUFValueType.STRING:
         return cursor.string(what)
     return cursor.numbers(kind, 1, what)[0]
-
-
-def _repeat(read: Callable[[], str], count: int) -> list[str]:
-    return [read() for _ in range(count)]
 
 
 def _value_type(cursor: _Cursor, what: str) -> GGUFValueType:

@@ -40,7 +40,7 @@ class Metadata:
     def __init__(self, header: Header):
         self.path = header.path
         self._values = header.metadata
-        self._architecture = header.metadata.get("general.architecture")
+        self._architecture = str(header.metadata.get("general.architecture"))
         self._taken: set[str] = set()
 
     def architecture(self, known: Sequence[str]) -> str:

@@ -176,8 +176,8 @@ def _check_tables(header: Header) -> None:
 
 def _byte_level_bpe(header: Header) -> Tokenizer:
     tables = header.metadata
-    name = tables.get("tokenizer.ggml.pre")
-    words = _PRE_TOKENIZERS.get(_ALIASES.get(name, name))
+    name = _pre_tokenizer_name(tables)
+    words = _PRE_TOKENIZERS.get(name)
     if words is None:
         known = ", ".join((*_PRE_TOKENIZERS, *_ALIASES))
         raise ValueError(
@@ -186,16 +186,21 @@ def _byte_level_bpe(header: Header) -> Tokenizer:
     vocab = {token: i for i, token in enumerate(tables["tokenizer.ggml.tokens"])}
     merges = _read_merges(header, vocab)
     # Llama 3's own tables hold tokens that their merges do not reach.
-    ignore_merges = words is _PRE_TOKENIZERS["llama-bpe"]
+    ignore_merges = name == "llama-bpe"
     tokenizer = Tokenizer(
         models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges)
     )
     tokenizer.pre_tokenizer = words()
     tokenizer.decoder = decoders.ByteLevel()
-    if words is _PRE_TOKENIZERS["qwen2"]:
+    if name == "qwen2":
         # llama.cpp leaves this out; Qwen's own tokenizer.json has it.
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
+
+
+def _pre_tokenizer_name(tables: dict[str, Any]) -> str:
+    name = str(tables.get("tokenizer.ggml.pre", "none"))
+    return _ALIASES.get(name, name)
 
 
 def _read_merges(header: Header, vocab: dict[str, int]) -> list[tuple[str, str]]:
@@ -291,8 +296,7 @@ def _add_special_tokens(tokenizer: Tokenizer, tables: dict[str, Any]) -> None:
 def _add_template(tokenizer: Tokenizer, header: Header) -> None:
     """Add BOS and EOS where the file, or its kind's default, says so."""
     tables = header.metadata
-    name = tables.get("tokenizer.ggml.pre")
-    is_llama3 = _ALIASES.get(name, name) == "llama-bpe"
+    is_llama3 = _pre_tokenizer_name(tables) == "llama-bpe"
     defaults = {
         "bos": tables["tokenizer.ggml.model"] == "llama" or is_llama3,
         "eos": False,

@@ -85,7 +85,8 @@ def paged_attention_xla(
                 0, num_tiles[row], functools.partial(tile, size, row), result
             )
 
-        return lax.fori_loop(0, rows, one_row, result)
+        # int32 bounds: with x64 enabled the row would be an int64 among int32s.
+        return lax.fori_loop(jnp.int32(0), jnp.int32(rows), one_row, result)
 
     def tile(size: int, row: jax.Array, index: jax.Array, result: tuple) -> tuple:
         first = index * size

@@ -257,8 +257,8 @@ def _keep_top_p(
 
 
 def _ordered_bits(x: Float[Array, "rows vocab"]) -> UInt32[Array, "rows vocab"]:
-    """Map float32 to uint32 so that the order stays the same."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    """Map float32 to uint32 so that the order stays the same; both zeros are equal."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(0x80000000)
     return jnp.where(bits & sign, ~bits, bits | sign)
 

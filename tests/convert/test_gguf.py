@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType as Quant
 from gguf.quants import dequantize
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from convert.gguf_file import llama3_scaling, open_gguf
@@ -485,16 +485,22 @@ def test_an_unknown_version_is_an_error(path, version, message):
     assert message in open_error(path)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.floats(0, 1), st.binary(min_size=1, max_size=8))
-def test_a_damaged_header_is_a_value_error_or_still_a_model(tmp_path, where, damage):
-    path = tmp_path / "damaged.gguf"
+@pytest.fixture(scope="module")
+def damageable(tmp_path_factory):
+    """A model, and the bytes of its header."""
+    path = tmp_path_factory.mktemp("damaged") / "model.gguf"
     tokenizer = {"ggml.tokens": TOKENS, "ggml.eos_token_id": 2, "chat_template": "{}"}
     write_gguf(path, metadata={"split.count": 1}, tokenizer=tokenizer)
-    whole = bytearray(path.read_bytes())
-    size = whole.index(b"blk.1.ffn_down.weight") + 60
-    start = int(where * (size - len(damage)))
-    whole[start : start + len(damage)] = damage
-    path.write_bytes(whole)
+    whole = path.read_bytes()
+    return path, whole[: whole.index(b"blk.1.ffn_down.weight") + 60]
+
+
+@given(st.floats(0, 1), st.binary(min_size=1, max_size=8))
+def test_a_damaged_header_is_a_value_error_or_still_a_model(damageable, where, damage):
+    path, header = damageable
+    start = int(where * (len(header) - len(damage)))
+    changed = header[:start] + damage + header[start + len(damage) :]
+    with path.open("r+b") as file:
+        file.write(changed)
     with contextlib.suppress(ValueError):
         open_gguf(path)

@@ -13,6 +13,7 @@ from jaxkv.device.sampling import MAX_LOGPROBS, SamplingInputs
 VOCAB = 16
 ROWS = 8
 HISTORY = 12
+DRAWS = 20_000
 
 sample = jax.jit(sampling.sample)
 truncate = jax.jit(sampling._truncate)
@@ -224,11 +225,10 @@ def test_min_p_one_keeps_the_likeliest_and_min_p_zero_everything():
 
 
 def drawn(logits, **arguments):
-    """The set of tokens drawn in 512 draws, each at its own position."""
-    rows = 512
-    logits = np.broadcast_to(np.asarray(logits, np.float32), (rows, len(logits)))
+    """The set of tokens drawn in many draws, each at its own position."""
+    logits = np.broadcast_to(np.asarray(logits, np.float32), (DRAWS, VOCAB))
     arguments = {"temperature": 1.0, "keys": key_of(0)} | arguments
-    return set(tokens_of(logits, positions=np.arange(rows), **arguments).tolist())
+    return set(tokens_of(logits, positions=np.arange(DRAWS), **arguments).tolist())
 
 
 def padded(probabilities):
@@ -238,9 +238,7 @@ def padded(probabilities):
 
 
 def test_top_k_comes_before_top_p():
-    # Of all tokens 0.6 takes two; of the best two, renormalised to 4/7, it takes two;
-    # of the best one it takes one. Top-p first would leave the same two for k = 2,
-    # so the case is k = 2 and 0.55: 0.4 < 0.55 <= 0.7, but 4/7 > 0.55.
+    # Of all tokens 0.55 takes two, as 0.4 < 0.55; of the best two one, as 4/7 > 0.55.
     row = padded([0.4, 0.3, 0.2, 0.1])
     assert drawn(row, top_p=0.55) == {0, 1}
     assert drawn(row, top_p=0.55, top_k=2) == {0}
@@ -265,7 +263,7 @@ def test_temperature_comes_before_min_p_and_top_p():
 
 def test_suppression_comes_before_truncation():
     row = padded([0.4, 0.3, 0.2, 0.1])
-    suppressed = [[0]] * 512
+    suppressed = [[0]] * DRAWS
     assert drawn(row, suppressed=suppressed, top_k=1) == {1}
     assert drawn(row, suppressed=suppressed, top_p=0.49) == {1}
     assert drawn(row, suppressed=suppressed, min_p=0.9) == {1}
@@ -273,12 +271,11 @@ def test_suppression_comes_before_truncation():
 
 def test_penalties_come_before_temperature_and_truncation():
     row = padded([0.4, 0.3, 0.2, 0.1])
-    # Presence 1 makes token 0 as likely as 0.4 / e = 0.147.
-    said = {"histories": [([], [0])] * 512, "presence_penalty": 1.0}
+    # Presence 1 divides 0.4 by e: 0.147.
+    said = {"histories": [([], [0])] * DRAWS, "presence_penalty": 1.0}
     assert drawn(row, top_k=1, **said) == {1}
     assert drawn(row, top_k=3, **said) == {0, 1, 2}
-    # After a temperature of 4 a penalty of 1 would not be enough for that: 0.4 ** .25
-    # over e is the least of all four.
+    # After a temperature of 4, token 0 would be the least likely of all four.
     assert drawn(row, top_k=3, temperature=4.0, **said) == {0, 1, 2}
 
 
@@ -404,7 +401,7 @@ def test_padding_of_suppressed_ids_holds_nothing_back():
 def test_logits_of_minus_infinity_are_never_drawn(options):
     row = np.zeros(VOCAB)
     row[5:] = -np.inf
-    histories = [([1, 9], [3, 12])] * 512
+    histories = [([1, 9], [3, 12])] * DRAWS
     assert drawn(row, temperature=50.0, histories=histories, **options) == set(range(5))
 
 
@@ -432,15 +429,13 @@ def test_a_row_draws_the_same_token_whatever_lies_beside_it():
 
 
 def test_other_keys_and_other_positions_draw_otherwise():
-    rows = 512
-    logits = np.zeros((rows, VOCAB))
-    one = tokens_of(logits, temperature=1.0, keys=key_of(1), positions=np.arange(rows))
-    two = tokens_of(logits, temperature=1.0, keys=key_of(2), positions=np.arange(rows))
-    later = tokens_of(
-        logits, temperature=1.0, keys=key_of(1), positions=np.arange(rows) + rows
-    )
+    logits, places = np.zeros((DRAWS, VOCAB)), np.arange(DRAWS)
+    one = tokens_of(logits, temperature=1.0, keys=key_of(1), positions=places)
+    two = tokens_of(logits, temperature=1.0, keys=key_of(2), positions=places)
+    later = tokens_of(logits, temperature=1.0, keys=key_of(1), positions=places + DRAWS)
+    sigma = np.sqrt(1 / VOCAB / DRAWS)
     for a, b in ((one, two), (one, later), (two, later), (one[1:], one[:-1])):
-        assert abs((a == b).mean() - 1 / VOCAB) < 4 * np.sqrt(1 / VOCAB / rows)
+        assert abs((a == b).mean() - 1 / VOCAB) < 4 * sigma
 
 
 def test_the_draw_folds_the_position_into_the_key():
@@ -453,17 +448,17 @@ def test_the_draw_folds_the_position_into_the_key():
 
 
 def test_frequencies_of_draws_are_the_probabilities():
-    draws = 20_000
-    row = np.array([1.0, 0.0, -1.0, 2.0, -np.inf, 0.5, 1.5, -2.0])
+    row = np.full(VOCAB, -np.inf)
+    row[:7] = [1.0, 0.0, -1.0, 2.0, 0.5, 1.5, -2.0]
     tokens = tokens_of(
-        np.broadcast_to(row, (draws, len(row))),
-        temperature=np.repeat([1.0, 0.7], draws // 2),
+        np.broadcast_to(row, (DRAWS, VOCAB)),
+        temperature=np.repeat([1.0, 0.7], DRAWS // 2),
         keys=key_of(11),
-        positions=np.arange(draws),
+        positions=np.arange(DRAWS),
     )
     for half, temperature in zip(np.split(tokens, 2), (1.0, 0.7), strict=True):
         p = softmax(row / temperature)
-        frequencies = np.bincount(half, minlength=len(row)) / len(half)
+        frequencies = np.bincount(half, minlength=VOCAB) / len(half)
         sigma = np.sqrt(p * (1 - p) / len(half))
         assert (np.abs(frequencies - p) <= 4 * sigma).all(), (frequencies, p)
 
@@ -499,7 +494,8 @@ def test_logprobs_are_of_the_raw_logits_before_penalties_and_temperature():
 
 def test_top_logprobs_of_a_large_vocabulary_are_the_20_best_in_order():
     logits = random_logits(seed=10, vocab=50)
-    _, logprobs = logprobs_of(logits)
+    best_ids = jnp.asarray(logits.argmax(-1), jnp.int32)
+    logprobs = jax.jit(sampling.token_logprobs)(jnp.asarray(logits), best_ids)
     expected = log_softmax(logits)
     best = np.argsort(-expected, -1)[:, :MAX_LOGPROBS]
     assert MAX_LOGPROBS == 20

@@ -24,7 +24,7 @@ from jaxkv.engine.runner import ModelRunner
 from jaxkv.testing import tiny_llama
 from tests import gpu_target
 
-LAYERS = 3
+LAYERS = 2
 DECODE, PREFILL = Bucket(rows=4, tokens=4), Bucket(rows=4, tokens=64)
 DTYPES = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")]
 
@@ -45,7 +45,7 @@ class Instruction(NamedTuple):
     def num_elements(self):
         """Elements of the largest array that it returns."""
         shapes = re.findall(r"\w+\[([\d,]*)\]", self.result)
-        return max((math.prod(map(int, filter(None, s.split(",")))) for s in shapes))
+        return max(math.prod(map(int, filter(None, s.split(",")))) for s in shapes)
 
 
 HEADER = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
@@ -149,6 +149,10 @@ def elements_of_a_pool(config):
 # --- on this machine's CPU -------------------------------------------------------
 
 
+def dtypes_id(dtypes):
+    return f"{dtypes[0]}-weights-{dtypes[1]}-pool"
+
+
 class Tiny(NamedTuple):
     """A toy model in the engine's own runner; its pools dwarf all other arrays."""
 
@@ -158,7 +162,7 @@ class Tiny(NamedTuple):
     builder: BatchBuilder
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids="{0[0]}-weights-{0[1]}-pool".format)
+@pytest.fixture(scope="module", params=DTYPES, ids=dtypes_id)
 def tiny(request):
     weights_dtype, pool_dtype = request.param
     params, config = tiny_llama(num_hidden_layers=LAYERS, dtype=weights_dtype)
@@ -187,8 +191,7 @@ def tiny(request):
     return Tiny(params, cache_config, runner, builder)
 
 
-@pytest.mark.parametrize("bucket", [DECODE, PREFILL], ids=["decode", "prefill"])
-def test_the_compiled_step_writes_every_pool_in_place_and_copies_none(tiny, bucket):
+def check_compiled_step(tiny, bucket):
     tiny.runner.compile([tiny.builder.empty(bucket)])
     compiled = tiny.runner._executables[bucket]
     memory = compiled.memory_analysis()
@@ -196,6 +199,15 @@ def test_the_compiled_step_writes_every_pool_in_place_and_copies_none(tiny, buck
     assert use == PoolUse(num_writes=2 * LAYERS, made=[])
     assert memory.alias_size_in_bytes == tiny.cache_config.total_bytes
     assert memory.temp_size_in_bytes < tiny.cache_config.total_bytes / (2 * LAYERS)
+
+
+def test_a_compiled_decode_step_writes_every_pool_in_place_and_copies_none(tiny):
+    check_compiled_step(tiny, DECODE)
+
+
+@pytest.mark.parametrize("tiny", DTYPES[:1], indirect=True, ids=dtypes_id)
+def test_a_compiled_prefill_step_writes_every_pool_in_place_and_copies_none(tiny):
+    check_compiled_step(tiny, PREFILL)
 
 
 def decode_batch(builder, position):
@@ -231,15 +243,15 @@ def test_ten_steps_keep_the_pools_dtype_shape_and_place_and_spare_the_params(tin
 @pytest.mark.slow
 def test_ten_steps_do_the_same_with_x64_enabled():
     test = test_ten_steps_keep_the_pools_dtype_shape_and_place_and_spare_the_params
+    name = f"{__file__}::{test.__name__}[{dtypes_id(DTYPES[0])}]"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", f"{__file__}::{test.__name__}"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name],
         cwd=gpu_target.ROOT,
         env=os.environ | {"JAX_ENABLE_X64": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(DTYPES)} passed" in done.stdout
 
 
 # --- for an H200, without one ----------------------------------------------------
@@ -375,7 +387,7 @@ def scans_stacked_layers(cache, new, slots):
 
     _, stacked = jax.lax.scan(one_layer, None, stacked)
     return KVCache(
-        layers=tuple(jax.tree.map(lambda x: x[i], stacked) for i in range(2))
+        layers=tuple(LayerKV(k=stacked.k[i], v=stacked.v[i]) for i in range(2))
     )
 
 
@@ -388,6 +400,8 @@ FAULTS = {
     "converted": on_first_k(
         lambda k, new, slots: jnp.sin(k.astype("bfloat16")).astype(k.dtype)
     ),
+    # jax does not even warn: a result has as many elements as the donated array.
+    "other-dtype": on_first_k(lambda k, new, slots: k.astype("bfloat16")),
     "other-layout": on_first_k(through_another_layout),
     "whole-pool-read": reads_the_whole_pool,
     "k-and-v-stacked": stacks_k_and_v,
@@ -453,6 +467,8 @@ def test_hlo_that_makes_an_array_of_a_pools_size_is_seen(line):
 ENTRY %main (p: f32[8,2,16,8]) -> f32[] {{
   %p = f32[8,2,16,8]{{3,2,1,0}} parameter(0)
   %small = f32[8]{{0}} copy(%q)
+  %in_a_fusion = f32[] fusion(%p), kind=kLoop, calls=%copies
+  %in_another = f32[] fusion(%p), kind=kLoop, calls=%scatters_a_copy
   {line}
 }}
 """
@@ -461,10 +477,9 @@ ENTRY %main (p: f32[8,2,16,8]) -> f32[] {{
     assert [x.split()[1] for x in use.made] == ["%x"]
 
 
-def test_a_cache_that_cannot_be_reused_is_an_error():
-    def step(cache, new, slots):
-        written = write_all(cache, new, slots)
-        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), written)
+def test_a_donated_cache_that_no_result_can_reuse_is_an_error():
+    def shrinks(cache, new, slots):
+        return jax.tree.map(lambda x: x[1:], write_all(cache, new, slots))
 
     with pytest.raises(UserWarning, match="donated buffers were not usable"):
-        compile_write(step)
+        compile_write(shrinks)

@@ -1,0 +1,317 @@
+"""The configs: what they refuse, in which words, and their way through JSON."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from jaxkv import CacheConfig, EngineConfig, ModelConfig, RopeScaling
+from tests.helpers import cache_config
+
+
+def model_config(**changes):
+    defaults = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+    }
+    return ModelConfig(**(defaults | changes))
+
+
+MAKERS = {"model": model_config, "cache": cache_config, "engine": EngineConfig}
+
+POSITIVE = {
+    "model": (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+    ),
+    "cache": ("num_layers", "num_kv_heads", "head_dim", "num_blocks", "block_size"),
+    "engine": (
+        "block_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_num_partial_prefills",
+        "num_blocks",
+        "max_model_len",
+    ),
+}
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "8"], ids=repr)
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in POSITIVE for name in POSITIVE[kind]]
+)
+def test_sizes_must_be_positive_integers(kind, name, value):
+    message = f"{name} must be a positive integer, got {value!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        MAKERS[kind](**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (
+            "model",
+            {"num_attention_heads": 6, "num_key_value_heads": 4},
+            "num_attention_heads 6 must be a multiple of num_key_value_heads 4",
+        ),
+        ("model", {"head_dim": 7}, "head_dim 7 must be even"),
+        ("model", {"rope_theta": 0.0}, "rope_theta must be > 0, got 0.0"),
+        ("model", {"rope_theta": float("inf")}, "rope_theta must be > 0, got inf"),
+        ("model", {"rope_theta": float("nan")}, "rope_theta must be > 0, got nan"),
+        (
+            "model",
+            {"dtype": "int8"},
+            "dtype must be float32, bfloat16 or float16, got 'int8'",
+        ),
+        (
+            "model",
+            {"eos_token_ids": (2, 128, -1)},
+            "eos_token_ids [128, -1] lie outside the vocabulary of 128",
+        ),
+        (
+            "cache",
+            {"num_blocks": 1},
+            "num_blocks must be at least 2 (block 0 is the null block), got 1",
+        ),
+        (
+            "cache",
+            {"num_blocks": 2**27, "block_size": 16},
+            "num_blocks 134217728 * block_size 16 slots do not fit below 2**31: slots "
+            "are int32",
+        ),
+        (
+            "cache",
+            {"kv_cache_dtype": "auto"},
+            "kv_cache_dtype must be one of ('float32', 'bfloat16', 'float16'), got "
+            "'auto'",
+        ),
+        (
+            "engine",
+            {"dtype": "float64"},
+            "dtype must be one of ('auto', 'float32', 'bfloat16', 'float16'), got "
+            "'float64'",
+        ),
+        (
+            "engine",
+            {"kv_cache_dtype": "int3"},
+            "kv_cache_dtype must be one of ('auto', 'float32', 'bfloat16', 'float16'), "
+            "got 'int3'",
+        ),
+        ("engine", {"policy": "lifo"}, "policy must be one of ('fcfs',), got 'lifo'"),
+        (
+            "engine",
+            {"preemption": "never"},
+            "preemption must be one of ('auto', 'recompute'), got 'never'",
+        ),
+        (
+            "engine",
+            {"warmup": "hot"},
+            "warmup must be one of ('eager', 'lazy'), got 'hot'",
+        ),
+        (
+            "engine",
+            {"attention_implementation": "cuda"},
+            "attention_implementation must be one of ('auto', 'xla', 'mosaic_gpu', "
+            "'reference'), got 'cuda'",
+        ),
+        (
+            "engine",
+            {"memory_fraction": 0.0},
+            "memory_fraction must be in (0, 1], got 0.0",
+        ),
+        (
+            "engine",
+            {"memory_fraction": 1.1},
+            "memory_fraction must be in (0, 1], got 1.1",
+        ),
+        (
+            "engine",
+            {"max_num_batched_tokens": 31, "max_num_seqs": 32},
+            "max_num_batched_tokens 31 must be at least max_num_seqs 32: every running "
+            "request gets a token in every step",
+        ),
+        (
+            "engine",
+            {"long_prefill_token_threshold": -1},
+            "long_prefill_token_threshold must be an integer >= 0, got -1",
+        ),
+        (
+            "engine",
+            {"long_prefill_token_threshold": 1.5},
+            "long_prefill_token_threshold must be an integer >= 0, got 1.5",
+        ),
+        ("engine", {"seed": -1}, "seed must be an integer in [0, 2**32), got -1"),
+        (
+            "engine",
+            {"seed": 2**32},
+            "seed must be an integer in [0, 2**32), got 4294967296",
+        ),
+        ("engine", {"seed": 0.5}, "seed must be an integer in [0, 2**32), got 0.5"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(kind, changes, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        MAKERS[kind](**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope_type": "yarn", "factor": 2.0},
+            "rope_type must be 'linear' or 'llama3', got 'yarn'",
+        ),
+        (
+            {"rope_type": "linear", "factor": 0.0},
+            "rope factor must be > 0, got 0.0",
+        ),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 0,
+            },
+            "original_max_position_embeddings must be a positive integer, got 0",
+        ),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0},
+            "llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor, got 4.0 "
+            "and 4.0",
+        ),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 0.0},
+            "llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor, got 0.0 "
+            "and 4.0",
+        ),
+    ],
+)
+def test_rope_scaling_out_of_range_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        RopeScaling(**changes)
+
+
+def test_linear_rope_scaling_does_not_look_at_the_fields_of_llama3():
+    RopeScaling(rope_type="linear", factor=2.0, low_freq_factor=9.0)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_misspelt_field_is_a_type_error(kind):
+    with pytest.raises(TypeError, match="block_sizes"):
+        MAKERS[kind](block_sizes=16)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_configs_are_frozen_hashable_and_equal_by_value(kind):
+    config = MAKERS[kind]()
+    name = dataclasses.fields(config)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, name, 1)
+    assert {config: "found"}[MAKERS[kind]()] == "found"
+
+
+def test_the_limits_themselves_are_allowed():
+    assert cache_config(num_blocks=2).num_blocks == 2
+    assert cache_config(num_blocks=2**27 - 1, block_size=16)
+    assert EngineConfig(memory_fraction=1.0, seed=2**32 - 1)
+    assert EngineConfig(max_num_seqs=8, max_num_batched_tokens=8)
+    assert model_config(eos_token_ids=(0, 127), num_key_value_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bytes_per_element"), [("float32", 4), ("bfloat16", 2), ("float16", 2)]
+)
+def test_bytes_of_a_cache(dtype, bytes_per_element):
+    config = CacheConfig(
+        num_layers=3,
+        num_kv_heads=2,
+        head_dim=8,
+        num_blocks=10,
+        block_size=4,
+        kv_cache_dtype=dtype,
+    )
+    assert config.bytes_per_token == 2 * 3 * 2 * 8 * bytes_per_element
+    assert config.bytes_per_block == 4 * config.bytes_per_token
+    assert config.total_bytes == 10 * config.bytes_per_block
+
+
+# JSON
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"eos_token_ids": (2, 5), "bos_token_id": 1, "dtype": "bfloat16"},
+        {"rope_scaling": RopeScaling(rope_type="linear", factor=2.5)},
+        {
+            "rope_scaling": RopeScaling(
+                rope_type="llama3",
+                factor=8.0,
+                low_freq_factor=1.5,
+                high_freq_factor=3.5,
+                original_max_position_embeddings=64,
+            ),
+            "rope_theta": 5e5,
+            "rms_norm_eps": 1e-6,
+        },
+        {
+            "model_type": "qwen3",
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "attention_output_bias": True,
+            "mlp_bias": True,
+            "qk_norm": True,
+        },
+    ],
+    ids=["plain", "eos", "linear", "llama3", "flags"],
+)
+def test_a_model_config_survives_json(changes):
+    config = model_config(**changes)
+    text = json.dumps(config.to_json(), allow_nan=False)
+    restored = ModelConfig.from_json(json.loads(text))
+    assert restored == config
+    assert hash(restored) == hash(config)
+
+
+def test_from_json_names_unknown_keys():
+    data = model_config().to_json() | {"sliding_window": 4, "alpha": 1}
+    message = r"^unknown keys in the model config: \['alpha', 'sliding_window'\]$"
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_json(data)
+
+
+def test_from_json_names_missing_keys():
+    data = model_config().to_json()
+    del data["vocab_size"], data["head_dim"]
+    message = r"^keys missing from the model config: \['head_dim', 'vocab_size'\]$"
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_json(data)
+
+
+def test_from_json_takes_defaults_for_keys_that_have_one():
+    data = model_config().to_json()
+    for field in dataclasses.fields(ModelConfig):
+        if field.default is not dataclasses.MISSING:
+            del data[field.name]
+    assert ModelConfig.from_json(data) == model_config()
+
+
+def test_from_json_checks_values_and_changes_nothing_of_its_argument():
+    data = model_config(eos_token_ids=(3,)).to_json() | {"head_dim": 3}
+    before = json.dumps(data)
+    with pytest.raises(ValueError, match="head_dim 3 must be even"):
+        ModelConfig.from_json(data)
+    assert json.dumps(data) == before
