@@ -29,6 +29,16 @@ def _require_positive_int(owner: object, *names: str) -> None:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
+def _require_keys(cls: Any, values: dict[str, Any], where: str) -> None:
+    """Check that the values are fields of a dataclass, and all it requires."""
+    fields = dataclasses.fields(cls)
+    unknown = sorted(set(values) - {field.name for field in fields})
+    _require(not unknown, f"unknown keys in {where}: {unknown}")
+    required = {f.name for f in fields if f.default is dataclasses.MISSING}
+    missing = sorted(required - set(values))
+    _require(not missing, f"keys missing from {where}: {missing}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How rotary frequencies are stretched for long contexts.
@@ -147,19 +157,16 @@ class ModelConfig:
         Raises:
             ValueError: A key is unknown or missing, or a value is out of range.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(data) - known)
-        _require(not unknown, f"unknown keys in the model config: {unknown}")
-        required = {
-            field.name
-            for field in dataclasses.fields(cls)
-            if field.default is dataclasses.MISSING
-        }
-        missing = sorted(required - set(data))
-        _require(not missing, f"keys missing from the model config: {missing}")
         values = dict(data)
-        if values.get("rope_scaling") is not None:
-            values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+        _require_keys(cls, values, "the model config")
+        scaling = values.get("rope_scaling")
+        if scaling is not None:
+            _require(
+                isinstance(scaling, dict),
+                f"rope_scaling must be an object or null, got {scaling!r}",
+            )
+            _require_keys(RopeScaling, scaling, "rope_scaling")
+            values["rope_scaling"] = RopeScaling(**scaling)
         values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
         return cls(**values)
 

@@ -315,3 +315,20 @@ def test_from_json_checks_values_and_changes_nothing_of_its_argument():
     with pytest.raises(ValueError, match="head_dim 3 must be even"):
         ModelConfig.from_json(data)
     assert json.dumps(data) == before
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        (
+            {"rope_type": "linear", "factor": 2.0, "beta_fast": 32},
+            r"unknown keys in rope_scaling: \['beta_fast'\]",
+        ),
+        ({"rope_type": "linear"}, r"keys missing from rope_scaling: \['factor'\]"),
+        ("linear", "rope_scaling must be an object or null, got 'linear'"),
+    ],
+)
+def test_from_json_refuses_a_rope_scaling_it_does_not_know(scaling, message):
+    data = model_config().to_json() | {"rope_scaling": scaling}
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_json(data)

@@ -5,7 +5,6 @@ Read off XLA's optimised program, for this machine's CPU and for an H200.
 
 import math
 import os
-import re
 import subprocess
 import sys
 from typing import NamedTuple
@@ -23,121 +22,11 @@ from jaxkv.engine.batch import BatchBuilder, Bucket
 from jaxkv.engine.runner import ModelRunner
 from jaxkv.testing import tiny_llama
 from tests import gpu_target
+from tests.hlo import PoolUse, pool_use
 
 LAYERS = 2
 DECODE, PREFILL = Bucket(rows=4, tokens=4), Bucket(rows=4, tokens=64)
 DTYPES = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")]
-
-
-# --- reading a compiled module ---------------------------------------------------
-
-
-class Instruction(NamedTuple):
-    """One line of HLO: %name = type opcode(%operands), attributes."""
-
-    name: str
-    is_root: bool
-    result: str  # the type as written; of several arrays where it is a tuple
-    opcode: str
-    operands: list[str]
-    calls: list[str]  # the computation a fusion holds
-
-    def num_elements(self):
-        """Elements of the largest array that it returns."""
-        shapes = re.findall(r"\w+\[([\d,]*)\]", self.result)
-        return max(math.prod(map(int, filter(None, s.split(",")))) for s in shapes)
-
-
-HEADER = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
-LINE = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
-OPCODE = re.compile(r"^(\(.*?\)|[^( ]+) ([\w\-]+)\((.*)$")
-# These hand arrays on and make none. What is inside a loop or a branch is looked at
-# by itself: where XLA cannot share a carried buffer, it writes an explicit copy.
-PLUMBING = {
-    "parameter",
-    "get-tuple-element",
-    "tuple",
-    "bitcast",
-    "while",
-    "conditional",
-    "call",
-}
-IN_PLACE = {"scatter", "dynamic-update-slice"}
-
-
-def parse(text):
-    """{computation: its instructions, by name} of an HLO module's text."""
-    computations, current = {}, {}
-    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
-        if header := HEADER.match(line):
-            current = computations.setdefault(header[1], {})
-        elif match := LINE.match(line):
-            # Types nest no parentheses but layouts may have some: T(8,128).
-            written = re.sub(r"(\][^ ,]*?)\{[^}]*\}", r"\1", match[3])
-            parts = OPCODE.match(written)
-            assert parts, line
-            current[match[2]] = Instruction(
-                name=match[2],
-                is_root=bool(match[1]),
-                result=parts[1],
-                opcode=parts[2],
-                operands=re.findall(r"%([\w.\-]+)", parts[3].split(")")[0]),
-                calls=re.findall(r"calls=%([\w.\-]+)", parts[3]),
-            )
-    return computations
-
-
-def is_in_place(instruction, computations):
-    """Whether an instruction writes into the array it is given.
-
-    So do scatters and slice updates, and fusions that end in one whose target comes
-    from outside the fusion.
-    """
-    if instruction.opcode in IN_PLACE:
-        return True
-    if instruction.opcode != "fusion":
-        return False
-    inside = computations[instruction.calls[0]]
-
-    def behind_bitcasts(name):
-        while inside[name].opcode == "bitcast":
-            name = inside[name].operands[0]
-        return inside[name]
-
-    root = behind_bitcasts(next(x.name for x in inside.values() if x.is_root))
-    ends = map(behind_bitcasts, root.operands) if root.opcode == "tuple" else [root]
-    return all(
-        end.opcode in IN_PLACE
-        and behind_bitcasts(end.operands[0]).opcode == "parameter"
-        for end in ends
-    )
-
-
-class PoolUse(NamedTuple):
-    """What a compiled module does with arrays of a pool's size."""
-
-    num_writes: int  # in place
-    made: list[str]  # every other instruction that makes one; should be empty
-
-
-def pool_use(text, pool_elements):
-    """Find what makes arrays of at least half a layer's pool, of any shape or dtype.
-
-    Inside a fusion nothing is stored but the result, so only that counts.
-    """
-    computations = parse(text)
-    every = [x for lines in computations.values() for x in lines.values()]
-    fused = {name for x in every for name in x.calls}
-    num_writes, made = 0, []
-    for computation, lines in computations.items():
-        for x in lines.values() if computation not in fused else ():
-            if x.opcode in PLUMBING or 2 * x.num_elements() < pool_elements:
-                continue
-            if is_in_place(x, computations):
-                num_writes += 1
-            else:
-                made.append(f"{x.opcode} %{x.name} of {x.result} in %{computation}")
-    return PoolUse(num_writes, made)
 
 
 def elements_of_a_pool(config):
@@ -410,13 +299,29 @@ FAULTS = {
 }
 
 
-def compile_write(step, donate_argnums=(0,)):
+def write_arguments():
     pool = jax.ShapeDtypeStruct(POOL_SHAPE, jnp.float32)
-    cache = KVCache(layers=(LayerKV(k=pool, v=pool),) * 2)
-    new = jax.ShapeDtypeStruct((4, 2, 8), jnp.float32)
-    slots = jax.ShapeDtypeStruct((4,), jnp.int32)
+    return (
+        KVCache(layers=(LayerKV(k=pool, v=pool),) * 2),
+        jax.ShapeDtypeStruct((4, 2, 8), jnp.float32),
+        jax.ShapeDtypeStruct((4,), jnp.int32),
+    )
+
+
+def compile_write(step, donate_argnums=(0,)):
     jitted = jax.jit(step, donate_argnums=donate_argnums)
-    return jitted.lower(cache, new, slots).compile()
+    return jitted.lower(*write_arguments()).compile()
+
+
+def faulty_steps_on_an_h200():
+    """Compile the faults for an H200; a swap of axes is none there, but a bitcast."""
+    return {
+        name: gpu_target.compile_for_h200(
+            step, *write_arguments(), donate_argnums=(0,)
+        ).as_text()
+        for name, step in FAULTS.items()
+        if name != "other-layout"
+    }
 
 
 def test_a_step_without_a_fault_is_clean():
@@ -435,6 +340,13 @@ def test_an_undonated_cache_is_seen():
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_step_that_makes_an_array_of_a_pools_size_is_seen(fault):
     assert pool_use(compile_write(FAULTS[fault]).as_text(), POOL_ELEMENTS).made
+
+
+@pytest.mark.slow
+def test_the_faults_are_seen_on_an_h200_too():
+    texts = gpu_target.call(faulty_steps_on_an_h200)
+    assert [x for x in texts if not pool_use(texts[x], POOL_ELEMENTS).made] == []
+    assert len(texts) == len(FAULTS) - 1
 
 
 @pytest.mark.parametrize(
