@@ -32,6 +32,7 @@ from jaxkv.device.llama import param_shapes
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FREQS = "rope_freqs.weight"
+ROWS_AT_ONCE = 1024
 
 _PLAIN = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
@@ -282,4 +283,16 @@ def _load(path: Path, info: TensorInfo, row_heads: int | None) -> np.ndarray:
         rows = raw.reshape(*info.shape[:-1], -1)
     if row_heads is not None:
         rows = undo_rope_permutation(rows, row_heads)
-    return rows if plain is not None else dequantize(rows, info.quant)
+    return rows if plain is not None else _dequantise(rows, info)
+
+
+def _dequantise(
+    raw: Shaped[np.ndarray, "*out bytes"], info: TensorInfo
+) -> Float[np.ndarray, "*out in"]:
+    """Dequantise few rows at a time: the package holds every result twice."""
+    rows = raw.reshape(-1, raw.shape[-1])
+    numbers = np.empty((len(rows), info.shape[-1]), np.float32)
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        part = slice(start, start + ROWS_AT_ONCE)
+        numbers[part] = dequantize(rows[part], info.quant)
+    return numbers.reshape(info.shape)

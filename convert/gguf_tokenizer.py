@@ -206,14 +206,12 @@ def _pre_tokenizer_name(tables: dict[str, Any]) -> str:
 def _read_merges(header: Header, vocab: dict[str, int]) -> list[tuple[str, str]]:
     merges = []
     for line in header.metadata.get("tokenizer.ggml.merges", ()):
-        # The first character may be a space itself.
-        cut = line.find(" ", 1)
-        pair = (line[:cut], line[cut + 1 :])
-        if cut < 0 or not {*pair, "".join(pair)} <= vocab.keys():
+        left, _, right = line.partition(" ")
+        if not {left, right, left + right} <= vocab.keys():
             raise ValueError(
                 f"{header.path}: merge {line!r} is not of two tokens that make a third"
             )
-        merges.append(pair)
+        merges.append((left, right))
     return merges
 
 
@@ -266,15 +264,15 @@ def _merges_from_scores(
 ) -> list[tuple[str, str]]:
     """Return every cut of every piece into two pieces, the best score first.
 
-    Of one piece the longest left part comes first: in a run of equal characters the
-    earlier ones have merged already.
+    SentencePiece takes the leftmost of equal scores, and so does BPE for one merge;
+    between cuts of one piece, what has merged before decides which of them is there.
     """
     pieces = {t for t, kind in zip(tokens, kinds, strict=True) if kind == NORMAL}
     ranked = sorted(range(len(tokens)), key=lambda i: (-scores[i], i))
     return [
         (piece[:cut], piece[cut:])
         for piece in (tokens[i] for i in ranked if tokens[i] in pieces)
-        for cut in range(len(piece) - 1, 0, -1)
+        for cut in range(1, len(piece))
         if piece[:cut] in pieces and piece[cut:] in pieces
     ]
 

@@ -13,6 +13,7 @@ from gguf.quants import dequantize
 from hypothesis import given
 from hypothesis import strategies as st
 
+from convert import gguf_file
 from convert.gguf_file import llama3_scaling, open_gguf
 from jaxkv.config import ModelConfig, RopeScaling
 from jaxkv.device.llama import rope_frequencies
@@ -74,7 +75,8 @@ def to_neighbour_order(rows: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("quant", DTYPES, ids=lambda quant: quant.name)
-def test_every_tensor_type_arrives_as_gguf_dequantises_it(path, quant):
+def test_every_tensor_type_arrives_as_gguf_dequantises_it(path, quant, monkeypatch):
+    monkeypatch.setattr(gguf_file, "ROWS_AT_ONCE", 100)
     stored = write_gguf(path, quant=quant)
     source = open_gguf(path)
     for ours, theirs in {
@@ -98,6 +100,13 @@ def test_quantised_query_rows_are_put_back_with_their_scales(path, quant):
     expected = dequantize(stored["blk.0.attn_q.weight"], quant)
     again = to_neighbour_order(loaded.astype(np.float32), HEADS)
     np.testing.assert_array_equal(again, expected)
+
+
+def test_a_quantised_vector_is_dequantised_too(path):
+    stored = write_gguf(path, quants={"output_norm.weight": Quant.Q8_0})
+    expected = dequantize(stored["output_norm.weight"], Quant.Q8_0)
+    loaded = open_gguf(path).tensors["norm.weight"].load()
+    np.testing.assert_array_equal(loaded, expected)
 
 
 def test_bfloat16_arrives_bit_exact(path):

@@ -90,6 +90,17 @@ def test_smollm_splits_as_starcoder_does():
         assert real.encode(text, add_special_tokens=False).ids == ids, text
 
 
+def test_smollm_takes_every_digit_alone():
+    tables = {"tokens": ["1", "2", "12"], "merges": ["1 2"], "token_type": [NORMAL] * 3}
+    assert build(tiny_bpe(**tables, pre="smollm")).encode("12").tokens == ["1", "2"]
+    assert build(tiny_bpe(**tables, pre="gpt-2")).encode("12").tokens == ["12"]
+
+
+def test_qwen2_composes_characters_first():
+    real = tokenizer("qwen2")
+    assert real.encode("e\u0301").ids == real.encode("\u00e9").ids
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_gives_the_text_back(name):
     for text, ids in expected_pairs(name):
@@ -214,6 +225,13 @@ def test_a_space_is_put_in_front_after_each_special_token_too():
     real = build(tiny_spm(pieces))
     expected = ["<s>", SPACE + "a", "</s>", SPACE + "a"]
     assert real.encode("a</s>a").tokens == expected
+
+
+def test_text_that_looks_like_a_byte_token_is_text():
+    pieces = {SPACE: -9.0, **dict.fromkeys("<0x41>", -9.0)}
+    pieces |= {"<0": -1.0, "<0x": -2.0, "<0x4": -3.0, "<0x41": -4.0}
+    encoding = build(tiny_spm(pieces)).encode("<0x41>", add_special_tokens=False)
+    assert encoding.tokens == [SPACE, "<0x41", ">"]
 
 
 def test_unknown_characters_become_bytes():
