@@ -179,7 +179,12 @@ def _prompt_logprobs(
             token_logprobs(logits, targets),
         )
 
-    num_tiles = jnp.where(
-        batch.wants_prompt_logprobs, (batch.cu_q_lens[-1] + tile - 1) // tile, 0
+    def all_tiles() -> Logprobs:
+        num_tiles = (batch.cu_q_lens[-1] + tile - 1) // tile
+        return lax.fori_loop(jnp.int32(0), num_tiles, one_tile, empty_logprobs(tokens))
+
+    # A loop of no iterations would not do: where one tile holds all tokens its body is
+    # loop-invariant, and XLA moves it out of the loop.
+    return lax.cond(
+        batch.wants_prompt_logprobs, all_tiles, lambda: empty_logprobs(tokens)
     )
-    return lax.fori_loop(0, num_tiles, one_tile, empty_logprobs(tokens))
