@@ -92,9 +92,7 @@ def check_batching(engine: Engine, requests: list[dict[str, Any]]) -> None:
             raise SystemExit(f"{request['id']}: tokens differ alone and in a batch")
 
 
-def generate(
-    engine: Engine, requests: list[dict[str, Any]]
-) -> dict[str, list[int]]:
+def generate(engine: Engine, requests: list[dict[str, Any]]) -> dict[str, list[int]]:
     """Run requests to the end and return their tokens."""
     for request in requests:
         engine.add_request(request["id"], request["prompt"], sampling_params(request))

@@ -141,7 +141,8 @@ def _add_info(commands: Any) -> None:
     parser = commands.add_parser(
         "info",
         help="say what is in a checkpoint",
-        description="Say what is in a converted checkpoint and what its KV cache costs.",
+        description="Say what is in a converted checkpoint, and what its KV cache "
+        "costs.",
     )
     parser.add_argument("checkpoint", help="a folder that `jaxkv convert` wrote")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
@@ -265,9 +266,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         print(report)
 
 
-def _print_streams(
-    llm: Any, texts: list[str], prompts: list[Any], params: Any
-) -> str:
+def _print_streams(llm: Any, texts: list[str], prompts: list[Any], params: Any) -> str:
     """Print every answer as it grows, one after another, and return a report.
 
     All run at once; the first unfinished one is shown live, and what the others have
@@ -310,8 +309,8 @@ def _report(llm: Any, answers: dict, seconds: float) -> str:
             f"generated in {seconds:.1f} s: {new_tokens / seconds:.1f} tokens/s "
             f"({stats.num_compilations} compilations, {stats.num_preemptions} "
             "preemptions)",
-            f"KV cache: at most {stats.peak_held_blocks} of {stats.total_blocks} blocks held, "
-            f"{used / mib:.1f} MiB ({per_token:,} bytes a token)",
+            f"KV cache: at most {stats.peak_held_blocks} of {stats.total_blocks} "
+            f"blocks held, {used / mib:.1f} MiB ({per_token:,} bytes a token)",
             f"Contiguous allocation of {engine.limits.max_model_len} tokens for each "
             f"of {running} requests: {contiguous / mib:.1f} MiB, "
             f"{contiguous / max(used, 1):.0f} times as much",

@@ -43,9 +43,7 @@ def write_tiny_checkpoint(folder, **changes):
     safetensors.numpy.save_file(tensors, source / "model.safetensors")
     byte_tokenizer().save(str(source / "tokenizer.json"))
     (source / "tokenizer_config.json").write_text(
-        json.dumps(
-            {"chat_template": TEMPLATE, "bos_token": "<s>", "eos_token": "</s>"}
-        )
+        json.dumps({"chat_template": TEMPLATE, "bos_token": "<s>", "eos_token": "</s>"})
     )
     convert_checkpoint(source, folder, progress=False)
     return folder

@@ -30,7 +30,8 @@ class Workload:
     @property
     def name(self):
         rows = ",".join(f"{q}of{kv}" for q, kv in self.rows)
-        return f"{rows}-h{self.q_heads}/{self.kv_heads}-d{self.head_dim}-b{self.block_size}"
+        shape = f"h{self.q_heads}/{self.kv_heads}-d{self.head_dim}-b{self.block_size}"
+        return f"{rows}-{shape}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +86,7 @@ def random_paged_case(workload, seed=0, dtype="float32", unused=np.nan):
         q=rng.standard_normal((tokens, w.q_heads, w.head_dim)).astype(np.float32),
         cache=KVCache(
             layers=(
-                LayerKV(
-                    k=jnp.asarray(k_blocks, dtype), v=jnp.asarray(v_blocks, dtype)
-                ),
+                LayerKV(k=jnp.asarray(k_blocks, dtype), v=jnp.asarray(v_blocks, dtype)),
             )
         ),
         block_tables=tables,

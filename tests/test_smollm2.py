@@ -145,9 +145,7 @@ def test_logits_at_the_last_positions_of_a_prompt_equal_transformers(smollm2):
 
     cache = init_cache(dataclasses.replace(smollm2.cache_config, num_blocks=16))
     logits = np.asarray(last_logits(params, cache, batch), np.float64)
-    np.testing.assert_allclose(
-        logits[:, ::16], golden["every_16th"], atol=1e-3, rtol=0
-    )
+    np.testing.assert_allclose(logits[:, ::16], golden["every_16th"], atol=1e-3, rtol=0)
     np.testing.assert_allclose(
         np.take_along_axis(logits, golden["top_ids"].astype(np.int64), axis=1),
         golden["top_logits"],

@@ -1,11 +1,13 @@
 """Ragged paged attention in plain XLA: correct everywhere, made for CPUs.
 
-Two kinds of work, both with the online softmax of FlashAttention (Dao et al., 2022),
-which reads as many blocks as a row has, whatever the width of the padded tables:
+Keys are read a *tile* at a time; each tile gives a partial softmax, and partial ones
+are folded together by their largest scores, as in FlashAttention (Dao et al., 2022).
+So a row costs what its own length does, whatever the width of the padded tables. There
+are two kinds of work:
 
-- *Single queries*: rows that decode. They are sorted by length and done `_GROUP` at a
-  time, so that every operation is large enough for all cores and the members of a
-  group end together.
+- *Single queries*: rows that decode. The tiles of all of them form one list, done
+  `_GROUP` tiles at a time, whichever rows they belong to: operations are large enough
+  for all cores and little is computed in vain.
 - *Query tiles* of one row each: rows that prefill, `_TILE_Q` queries at a time.
 
 A batch with no more tokens than rows is a decoding one. There each token is a single
@@ -20,7 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-_GROUP = 8
+_GROUP = 32
+_SINGLE_TILE_KV = 32
 _TILE_Q = 64
 _TILE_KV = 128
 _LARGE_NEGATIVE = -1e30  # finite, so that exp(masked - max) has no NaN
@@ -46,7 +49,10 @@ class _Pool(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """The online softmax of queries, over the keys seen so far."""
+    """The softmax of queries over some of their keys.
+
+    `members` are single queries, or the one query tile.
+    """
 
     top: jax.Array  # [members, kv_heads, queries], the largest score
     total: jax.Array  # [members, kv_heads, queries], sum of exp(score - top)
@@ -71,90 +77,114 @@ def paged_attention_xla(
     Returns:
         The outputs in q's dtype and the float32 log-sum-exp of the scores.
     """
-    tokens, q_heads, _ = q.shape
-    rows, width = block_tables.shape
-    blocks_per_tile = min(width, max(1, _TILE_KV // k_blocks.shape[2]))
-    pool = _Pool(
-        k=k_blocks,
-        v=v_blocks,
-        tables=jnp.pad(block_tables, ((0, 0), (0, -width % blocks_per_tile))),
-        blocks_per_tile=blocks_per_tile,
-    )
+    tokens, rows = q.shape[0], block_tables.shape[0]
     options = _Options(scale=scale, window=window, soft_cap=soft_cap)
-    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
-
-    # A tile may reach past the last token, and slices clamp instead: make room. The
-    # first line of that room also takes what no token wants.
-    tile_q = min(_TILE_Q, tokens)
-    padded_q = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0)))
-    result = (
-        jnp.zeros((tokens + tile_q, q_heads, q.shape[2]), q.dtype),
-        jnp.full((tokens + tile_q, q_heads), -jnp.inf, jnp.float32),
-    )
+    blocks = (k_blocks, v_blocks, block_tables)
+    single_pool = _make_pool(*blocks, _SINGLE_TILE_KV)
     if tokens <= rows:
         token = jnp.arange(tokens, dtype=jnp.int32)
         row = jnp.searchsorted(cu_q_lens[1:], token, side="right").astype(jnp.int32)
         row = jnp.minimum(row, rows - 1)
         kv_ends = kv_lens[row] - cu_q_lens[row + 1] + token + 1
         kv_ends = jnp.where(token < cu_q_lens[-1], kv_ends, 0)
-        result = _single_queries(
-            result, padded_q, token, row, kv_ends, pool, options
-        )
-    else:
-        row = jnp.arange(rows, dtype=jnp.int32)
-        kv_ends = jnp.where(q_lens == 1, kv_lens, 0)
-        result = _single_queries(
-            result, padded_q, cu_q_lens[:-1], row, kv_ends, pool, options
-        )
-        result = _query_tiles(
-            result, padded_q, tile_q, kv_lens, cu_q_lens, pool, options
-        )
-    out, lse = result
+        out, lse = _single_queries(q, row, kv_ends, single_pool, options)
+        return out.astype(q.dtype), lse
+
+    # A tile may reach past the last token, and slices clamp instead: make room. The
+    # last line of that room also takes what no token wants.
+    tile_q = min(_TILE_Q, tokens)
+    padded_q = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0)))
+    is_single = cu_q_lens[1:] - cu_q_lens[:-1] == 1
+    out, lse = _single_queries(
+        padded_q[cu_q_lens[:-1]],
+        jnp.arange(rows, dtype=jnp.int32),
+        jnp.where(is_single, kv_lens, 0),
+        single_pool,
+        options,
+    )
+    token = jnp.where(is_single, cu_q_lens[:-1], tokens + tile_q - 1)
+    result = (
+        jnp.zeros(padded_q.shape, q.dtype).at[token].set(out.astype(q.dtype)),
+        jnp.full(padded_q.shape[:2], -jnp.inf, jnp.float32).at[token].set(lse),
+    )
+    out, lse = _query_tiles(
+        result,
+        padded_q,
+        tile_q,
+        kv_lens,
+        cu_q_lens,
+        _make_pool(*blocks, _TILE_KV),
+        options,
+    )
     return out[:tokens], lse[:tokens]
 
 
+def _make_pool(
+    k: jax.Array, v: jax.Array, block_tables: jax.Array, tile_kv: int
+) -> _Pool:
+    """Cut the tables into tiles of about `tile_kv` keys."""
+    width = block_tables.shape[1]
+    blocks_per_tile = min(width, max(1, tile_kv // k.shape[2]))
+    return _Pool(
+        k=k,
+        v=v,
+        tables=jnp.pad(block_tables, ((0, 0), (0, -width % blocks_per_tile))),
+        blocks_per_tile=blocks_per_tile,
+    )
+
+
 def _single_queries(
-    result: tuple[jax.Array, jax.Array],
-    padded_q: Float[Array, "padded_tokens q_heads head_dim"],
-    tokens: Int32[Array, " singles"],
+    q: Float[Array, "singles q_heads head_dim"],
     rows: Int32[Array, " singles"],
     kv_ends: Int32[Array, " singles"],
     pool: _Pool,
     options: _Options,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "singles q_heads head_dim"], Float[Array, "singles q_heads"]]:
     """Attend from single queries, each to keys [0, kv_end) of its row.
 
-    A kv_end of 0 means that there is no query: its result goes to the room behind the
-    tokens.
+    A kv_end of 0 costs nothing and gives output 0 and log-sum-exp -inf.
     """
     singles = kv_ends.shape[0]
-    group = min(_GROUP, singles)
-    nowhere = result[0].shape[0] - 1
-    order = jnp.argsort(-kv_ends)
-    pad = (0, -singles % group)
-    kv_ends = jnp.pad(kv_ends[order], pad)
-    rows = jnp.pad(rows[order], pad)
-    tokens = jnp.pad(tokens[order], pad)
-    num_singles = jnp.sum(kv_ends > 0, dtype=jnp.int32)
+    grouped = _group_heads(q[:, None], pool, options)
+    first_tile = _first_tile(kv_ends - 1, pool, options)
+    num_tiles = jnp.maximum((kv_ends + pool.tile_kv - 1) // pool.tile_kv, first_tile)
+    num_tiles -= first_tile
+    # The list of tiles: single 0's, then single 1's, ...; ends are exclusive.
+    ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
+    starts = ends - num_tiles
 
-    def one_group(
-        index: jax.Array, result: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        first = index * group
-        row = lax.dynamic_slice_in_dim(rows, first, group)
-        kv_end = lax.dynamic_slice_in_dim(kv_ends, first, group)
-        token = lax.dynamic_slice_in_dim(tokens, first, group)
-        out, lse = _attend(
-            padded_q[token][:, None], (kv_end - 1)[:, None], kv_end, row, pool, options
+    def one_group(index: jax.Array, softmax: _Softmax) -> _Softmax:
+        item = index * _GROUP + jnp.arange(_GROUP, dtype=jnp.int32)
+        single = jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
+        is_item = single < singles
+        single = jnp.minimum(single, singles - 1)
+        part = _attend_tiles(
+            grouped[single],
+            jnp.repeat((kv_ends[single] - 1)[:, None], grouped.shape[2], axis=1),
+            jnp.where(is_item, kv_ends[single], 0),
+            rows[single],
+            jnp.where(is_item, first_tile[single] + item - starts[single], 0),
+            pool,
+            options,
         )
-        token = jnp.where(kv_end > 0, token, nowhere)
-        return (
-            result[0].at[token].set(out[:, 0].astype(padded_q.dtype)),
-            result[1].at[token].set(lse[:, 0]),
+        # Several tiles of one single may be in a group: each scatter folds them all.
+        top = softmax.top.at[single].max(part.top)
+        decay = jnp.exp(softmax.top - top)
+        weight = jnp.exp(part.top - top[single])
+        total = (softmax.total * decay).at[single].add(part.total * weight)
+        acc = (
+            (softmax.acc * decay[..., None])
+            .at[single]
+            .add(part.acc * weight[..., None])
         )
+        return _Softmax(top=top, total=total, acc=acc)
 
-    num_groups = (num_singles + group - 1) // group
-    return lax.fori_loop(jnp.int32(0), num_groups, one_group, result)
+    num_groups = (ends[-1] + _GROUP - 1) // _GROUP
+    softmax = lax.fori_loop(
+        jnp.int32(0), num_groups, one_group, _empty_softmax(grouped)
+    )
+    out, lse = _finish(softmax, q.shape[1])
+    return out[:, 0], lse[:, 0]
 
 
 def _query_tiles(
@@ -177,11 +207,11 @@ def _query_tiles(
         first = index * tile_q
         start = cu_q_lens[row] + first
         position = kv_lens[row] - q_lens[row] + first
-        out, lse = _attend(
+        out, lse = _attend_row(
             lax.dynamic_slice_in_dim(padded_q, start, tile_q)[None],
             (position + place)[None],
-            jnp.minimum(kv_lens[row], position + tile_q)[None],
-            row[None],
+            jnp.minimum(kv_lens[row], position + tile_q),
+            row,
             pool,
             options,
         )
@@ -218,97 +248,126 @@ def _write_tile(
     return write(result[0], tile[0]), write(result[1], tile[1])
 
 
-def _attend(
-    q: Float[Array, "members queries q_heads head_dim"],
-    positions: Int32[Array, "members queries"],
-    kv_ends: Int32[Array, " members"],
-    rows: Int32[Array, " members"],
+def _attend_row(
+    q: Float[Array, "1 queries q_heads head_dim"],
+    positions: Int32[Array, "1 queries"],
+    kv_end: Int32[Array, ""],
+    row: Int32[Array, ""],
     pool: _Pool,
     options: _Options,
 ) -> tuple[
-    Float[Array, "members queries q_heads head_dim"],
-    Float[Array, "members queries q_heads"],
+    Float[Array, "1 queries q_heads head_dim"], Float[Array, "1 queries q_heads"]
 ]:
-    """Attend from each member's queries to keys [0, kv_end) of its row."""
+    """Attend from queries of one row to its keys [0, kv_end)."""
+    q_heads = q.shape[2]
+    grouped = _group_heads(q, pool, options)
+    positions = jnp.repeat(positions, q_heads // pool.k.shape[1], axis=1)
+
+    def one_tile(index: jax.Array, softmax: _Softmax) -> _Softmax:
+        part = _attend_tiles(
+            grouped, positions, kv_end[None], row[None], index[None], pool, options
+        )
+        top = jnp.maximum(softmax.top, part.top)
+        decay, weight = jnp.exp(softmax.top - top), jnp.exp(part.top - top)
+        return _Softmax(
+            top=top,
+            total=softmax.total * decay + part.total * weight,
+            acc=softmax.acc * decay[..., None] + part.acc * weight[..., None],
+        )
+
+    softmax = lax.fori_loop(
+        _first_tile(positions[0, 0], pool, options),
+        (kv_end + pool.tile_kv - 1) // pool.tile_kv,
+        one_tile,
+        _empty_softmax(grouped),
+    )
+    return _finish(softmax, q_heads)
+
+
+def _first_tile(
+    position: Int32[Array, "*singles"], pool: _Pool, options: _Options
+) -> Int32[Array, "*singles"]:
+    """Return the first tile that a query at this position sees."""
+    if options.window is None:
+        return jnp.zeros_like(position)
+    return jnp.maximum(position - options.window + 1, 0) // pool.tile_kv
+
+
+def _group_heads(
+    q: Float[Array, "members queries q_heads head_dim"], pool: _Pool, options: _Options
+) -> Float[Array, "members kv_heads group_queries head_dim"]:
+    """Scale queries and put those that share a KV head side by side."""
     members, queries, q_heads, head_dim = q.shape
     kv_heads = pool.k.shape[1]
-    group = q_heads // kv_heads
-    # [members, kv_heads, queries * group, head_dim]: one product a member and kv head
     grouped = q.astype(jnp.float32) * options.scale
-    grouped = grouped.reshape(members, queries, kv_heads, group, head_dim)
-    grouped = grouped.swapaxes(1, 2).reshape(members, kv_heads, -1, head_dim)
-    positions = jnp.repeat(positions, group, axis=1)
+    grouped = grouped.reshape(members, queries, kv_heads, q_heads // kv_heads, head_dim)
+    return grouped.swapaxes(1, 2).reshape(members, kv_heads, -1, head_dim)
 
-    first = jnp.int32(0)
-    if options.window is not None:
-        first_key = jnp.min(positions) - options.window + 1
-        first = jnp.maximum(first_key, 0) // pool.tile_kv
-    last = (jnp.max(kv_ends) + pool.tile_kv - 1) // pool.tile_kv
-    shape = grouped.shape[:3]
-    softmax = lax.fori_loop(
-        first,
-        last,
-        lambda index, softmax: _add_tile(
-            softmax, index, grouped, positions, kv_ends, rows, pool, options
-        ),
-        _Softmax(
-            top=jnp.full(shape, _LARGE_NEGATIVE, jnp.float32),
-            total=jnp.zeros(shape, jnp.float32),
-            acc=jnp.zeros((*shape, head_dim), jnp.float32),
-        ),
+
+def _empty_softmax(
+    grouped: Float[Array, "members kv_heads queries head_dim"],
+) -> _Softmax:
+    return _Softmax(
+        top=jnp.full(grouped.shape[:3], _LARGE_NEGATIVE, jnp.float32),
+        total=jnp.zeros(grouped.shape[:3], jnp.float32),
+        acc=jnp.zeros(grouped.shape, jnp.float32),
     )
+
+
+def _finish(softmax: _Softmax, q_heads: int) -> tuple[jax.Array, jax.Array]:
+    """Return [members, queries, q_heads, head_dim] outputs, and log-sum-exps."""
     is_empty = softmax.total == 0.0
     safe_total = jnp.where(is_empty, 1.0, softmax.total)
     out = softmax.acc / safe_total[..., None]
     lse = jnp.where(is_empty, -jnp.inf, softmax.top + jnp.log(safe_total))
+    members, kv_heads = softmax.top.shape[:2]
+    group = q_heads // kv_heads
 
     def ungroup(x: jax.Array) -> jax.Array:
         tail = x.shape[3:]
-        x = x.reshape(members, kv_heads, queries, group, *tail).swapaxes(1, 2)
-        return x.reshape(members, queries, q_heads, *tail)
+        x = x.reshape(members, kv_heads, -1, group, *tail).swapaxes(1, 2)
+        return x.reshape(members, -1, q_heads, *tail)
 
     return ungroup(out), ungroup(lse)
 
 
-def _add_tile(
-    softmax: _Softmax,
-    index: Int32[Array, ""],
+def _attend_tiles(
     q: Float[Array, "members kv_heads queries head_dim"],
     positions: Int32[Array, "members queries"],
     kv_ends: Int32[Array, " members"],
     rows: Int32[Array, " members"],
+    tiles: Int32[Array, " members"],
     pool: _Pool,
     options: _Options,
 ) -> _Softmax:
-    """Take in the keys [index * tile_kv, (index + 1) * tile_kv) of each row."""
-    first_block = index * pool.blocks_per_tile
-    ids = lax.dynamic_slice_in_dim(pool.tables, first_block, pool.blocks_per_tile, 1)
-    ids = ids[rows]
-    key = index * pool.tile_kv + jnp.arange(pool.tile_kv, dtype=jnp.int32)[None, :]
+    """Attend from each member's queries to one tile of its row's keys."""
+    place = jnp.arange(pool.blocks_per_tile, dtype=jnp.int32)[None, :]
+    blocks = tiles[:, None] * pool.blocks_per_tile + place
+    ids = pool.tables[rows[:, None], blocks]
+    key = jnp.arange(pool.tile_kv, dtype=jnp.int32)[None, :]
+    key = tiles[:, None] * pool.tile_kv + key
     is_written = key < kv_ends[:, None]
     visible = is_written[:, None] & (key[:, None] <= positions[:, :, None])
     if options.window is not None:
         visible &= key[:, None] > positions[:, :, None] - options.window
     visible = visible[:, None]
 
-    scores = jnp.einsum("mhqd,mhtd->mhqt", q, _read_tile(pool.k, ids))
+    scores = jnp.einsum("mhqd,mhtd->mhqt", q, _read_tiles(pool.k, ids))
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
     scores = jnp.where(visible, scores, _LARGE_NEGATIVE)
-    top = jnp.maximum(softmax.top, jnp.max(scores, axis=-1))
+    top = jnp.max(scores, axis=-1)
     weights = jnp.where(visible, jnp.exp(scores - top[..., None]), 0.0)
-    decay = jnp.exp(softmax.top - top)
     # Slots that hold nothing may hold NaN, and 0 * NaN is NaN.
-    v = jnp.where(is_written[:, None, :, None], _read_tile(pool.v, ids), 0.0)
+    v = jnp.where(is_written[:, None, :, None], _read_tiles(pool.v, ids), 0.0)
     return _Softmax(
         top=top,
-        total=softmax.total * decay + jnp.sum(weights, axis=-1),
-        acc=softmax.acc * decay[..., None]
-        + jnp.einsum("mhqt,mhtd->mhqd", weights, v),
+        total=jnp.sum(weights, axis=-1),
+        acc=jnp.einsum("mhqt,mhtd->mhqd", weights, v),
     )
 
 
-def _read_tile(
+def _read_tiles(
     blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
     ids: Int32[Array, "members tile_blocks"],
 ) -> Float[Array, "members kv_heads tile_kv head_dim"]:

@@ -140,7 +140,9 @@ class Engine:
             num_blocks=cache_config.num_blocks,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
-            num_token_ids=min(vocab_size, getattr(tokenizer, "num_token_ids", vocab_size)),
+            num_token_ids=min(
+                vocab_size, getattr(tokenizer, "num_token_ids", vocab_size)
+            ),
             eos_token_ids=model_config.eos_token_ids,
             kv_bytes_per_token=cache_config.bytes_per_token,
         )

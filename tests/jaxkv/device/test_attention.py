@@ -145,7 +145,7 @@ def test_arguments_that_do_not_fit_are_named():
         attend(layer=1)
     with pytest.raises(ValueError, match=r"q has shape \(3, 4, 8\).*head_dim=16"):
         attend(q=q[:, :, :8])
-    with pytest.raises(ValueError, match="q has 3 heads, not a multiple of .* 2"):
+    with pytest.raises(ValueError, match=r"q has 3 heads, not a multiple of .* 2"):
         attend(q=q[:, :3])
     with pytest.raises(ValueError, match="window must be at least 1"):
         attend(window=0)
@@ -159,9 +159,7 @@ def test_a_named_implementation_that_cannot_raises_and_auto_goes_on(monkeypatch)
     case = random_paged_case(Workload(rows=((1, 5),)))
     q, arguments = jnp.asarray(case.q), case.arguments()
     with pytest.raises(NotImplementedError, match="no Mosaic GPU"):
-        paged_attention(
-            q, case.cache, 0, implementation="mosaic_gpu", **arguments
-        )
+        paged_attention(q, case.cache, 0, implementation="mosaic_gpu", **arguments)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     out = paged_attention(q, case.cache, 0, **arguments)
     np.testing.assert_allclose(

@@ -69,7 +69,9 @@ def test_padding_writes_reach_the_null_block_only():
     after = write_kv(before, 0, k, v, slots.astype(jnp.int32))
     np.testing.assert_array_equal(after.layers[0].k[1:5], before.layers[0].k[1:5])
     np.testing.assert_array_equal(after.layers[0].k[5, :, 3], k[0])
-    np.testing.assert_array_equal(after.layers[0].k[5, :, 0], before.layers[0].k[5, :, 0])
+    np.testing.assert_array_equal(
+        after.layers[0].k[5, :, 0], before.layers[0].k[5, :, 0]
+    )
 
 
 def test_copy_blocks_reads_everything_before_it_writes():
@@ -106,9 +108,7 @@ def test_the_pool_keeps_its_dtype_whatever_is_written(cache_dtype, new_dtype):
     for slot in range(4, 14):
         cache = write_kv(cache, 0, k, v, jnp.asarray([slot], jnp.int32))
     assert {str(x.dtype) for x in jax.tree.leaves(cache)} == {cache_dtype}
-    np.testing.assert_array_equal(
-        cache.layers[0].k[3, :, 1], k[0].astype(cache_dtype)
-    )
+    np.testing.assert_array_equal(cache.layers[0].k[3, :, 1], k[0].astype(cache_dtype))
 
 
 def test_arguments_that_do_not_fit_the_cache_are_named():

@@ -6,7 +6,7 @@ import pytest
 
 from jaxkv import SamplingParams
 from jaxkv.testing import scripted_engine
-from tests.helpers import dense_greedy, run_engine, token_ids
+from tests.helpers import dense_greedy, dense_logits, run_engine, token_ids
 from tests.jaxkv.engine.conftest import CONFIG, NUM_BLOCKS
 
 LENGTHS = (1, 3, 4, 5, 17, 33)
@@ -131,8 +131,6 @@ def test_logprobs_are_log_softmax_of_the_raw_logits(tiny):
     (output,) = run_engine(engine, {"r": (prompt, params)}).values()
     completion = output.outputs[0]
     tokens = prompt + list(completion.token_ids)
-    from tests.helpers import dense_logits
-
     weights = {k: np.asarray(v, np.float64) for k, v in tiny.params.items()}
     logits = dense_logits(weights, tiny.config, tokens)
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -182,12 +180,12 @@ def test_top_k_1_is_greedy_and_penalties_see_prompt_and_output(tiny, expected):
 @pytest.mark.parametrize("ends_by", ["eos", "max_tokens"])
 def test_after_the_last_step_every_block_is_free_once(block_size, ends_by):
     engine = scripted_engine(
-        lambda tokens: 9 if ends_by == "eos" and len(tokens) == 8 else tokens[-1] + 1,
+        lambda tokens: 50 if ends_by == "eos" and len(tokens) == 6 else tokens[-1] + 1,
         dataclasses.replace(CONFIG, block_size=block_size),
-        eos_token_ids=(9,),
+        eos_token_ids=(50,),
     )
     outputs = run_engine(engine, {"r": ([1, 2, 3], SamplingParams(max_tokens=6))})
-    expected = [4, 5, 6, 7, 8, 9] if ends_by == "max_tokens" else [4, 5, 6, 7, 8, 9]
+    expected = [4, 5, 6, 7, 8, 9] if ends_by == "max_tokens" else [4, 5, 6, 50]
     assert token_ids(outputs)["r"] == expected
     stats = engine.stats()
     assert stats.free_blocks == stats.total_blocks == NUM_BLOCKS - 1
@@ -214,7 +212,12 @@ def test_a_scripted_engine_sees_every_token_through_its_block_table():
         (SamplingParams(max_tokens=9), [4, 5, 6, 7], "stop", None),
         (SamplingParams(max_tokens=2), [4, 5], "length", None),
         (SamplingParams(max_tokens=9, stop_token_ids=[5]), [4, 5], "stop", 5),
-        (SamplingParams(max_tokens=6, ignore_eos=True), [4, 5, 6, 7, 8, 9], "length", None),
+        (
+            SamplingParams(max_tokens=6, ignore_eos=True),
+            [4, 5, 6, 7, 8, 9],
+            "length",
+            None,
+        ),
         (
             SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=[8]),
             [4, 5, 6, 7, 8],
@@ -267,9 +270,7 @@ def test_a_prompt_that_fills_the_pool_can_have_one_token(tiny):
     params = SamplingParams(max_tokens=1, temperature=0.0)
     prompt = prompts([20])["r20"]
     outputs = run_engine(tiny.engine(num_blocks=6), {"r": (prompt, params)})
-    assert token_ids(outputs)["r"] == dense_greedy(
-        tiny.params, tiny.config, prompt, 1
-    )
+    assert token_ids(outputs)["r"] == dense_greedy(tiny.params, tiny.config, prompt, 1)
 
 
 def test_an_aborted_request_is_reported_once_and_leaves_nothing(tiny):

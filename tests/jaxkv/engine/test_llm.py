@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from jaxkv import LLM, SamplingParams
@@ -64,7 +66,7 @@ def test_the_text_is_the_decoded_tokens_and_streams_to_the_same(llm):
     assert everything == "hello" + completion.text
     texts = [o.outputs[0].text for o in llm.stream("hello", GREEDY)]
     assert texts[-1] == completion.text
-    for shorter, longer in zip(texts, texts[1:], strict=False):
+    for shorter, longer in itertools.pairwise(texts):
         assert longer.startswith(shorter)
 
 
@@ -122,7 +124,7 @@ def test_nothing_starts_if_any_prompt_is_wrong(llm):
         llm.stream(["fine", "fine", "x" * 256], GREEDY)
     with pytest.raises(ValueError, match="1 sampling_params for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY])
-    with pytest.raises(ValueError, match="needs 'role'|role"):
+    with pytest.raises(ValueError, match="role"):
         llm.chat([{"content": "hi"}], GREEDY)
     assert llm.engine.stats() == before
 
