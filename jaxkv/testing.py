@@ -1,5 +1,8 @@
 """Toy models for tests, users' and ours: seeded, tiny, and run like real ones."""
 
+# Batch and StepOutput hold numpy arrays on this side of the step, jax.Array inside it.
+# pyright: reportArgumentType=false
+
 from collections.abc import Callable
 from typing import Any
 

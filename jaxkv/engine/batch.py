@@ -4,6 +4,9 @@ Inside jit nothing raises: an index out of range is clamped, dropped or wraps ar
 So every value is checked here, on the host, before the step.
 """
 
+# Batch and StepOutput hold numpy arrays on this side of the step, jax.Array inside it.
+# pyright: reportArgumentType=false
+
 import functools
 from collections.abc import Callable
 from typing import NamedTuple

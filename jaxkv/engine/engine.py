@@ -338,7 +338,7 @@ class Engine:
 
     def _commit(self, schedule: Schedule, output: StepOutput) -> list[RequestRecord]:
         """Give every request what the step made for it; return whom it concerns."""
-        token_ids = output.token_ids[: len(schedule.rows)]
+        token_ids = np.asarray(output.token_ids)[: len(schedule.rows)]
         updated = self.scheduler.commit(schedule, token_ids)
         self._generation_tokens += len(updated)
         self._take_prompt_logprobs(schedule, output)
