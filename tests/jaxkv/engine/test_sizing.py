@@ -1,0 +1,27 @@
+import pytest
+
+from jaxkv import EngineConfig
+from jaxkv.engine import sizing
+from tests.helpers import cache_config
+
+
+def choose(monkeypatch, free_bytes, **changes):
+    monkeypatch.setattr(sizing, "_free_host_bytes", lambda: free_bytes)
+    config = EngineConfig(max_num_seqs=4, **changes)
+    return sizing.choose_num_blocks(cache_config(), config, max_model_len=10)
+
+
+def test_on_a_cpu_requests_of_full_length_are_enough(monkeypatch):
+    # 10 tokens are 3 blocks of 4; the null block comes on top.
+    assert choose(monkeypatch, 2**40) == 4 * 3 + 1
+
+
+def test_on_a_cpu_a_quarter_of_the_free_memory_is_the_limit(monkeypatch):
+    per_block = cache_config().bytes_per_block
+    assert choose(monkeypatch, 4 * 7 * per_block + 3) == 7
+
+
+def test_no_room_is_an_error_with_the_numbers(monkeypatch):
+    per_block = cache_config().bytes_per_block
+    with pytest.raises(ValueError, match=f"no room .* takes {per_block}"):
+        choose(monkeypatch, 4 * per_block)

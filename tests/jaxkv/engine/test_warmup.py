@@ -1,0 +1,79 @@
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import Engine, EngineConfig, SamplingParams
+from jaxkv.engine.batch import make_buckets
+from jaxkv.testing import tiny_llama
+from tests.helpers import run_engine
+
+LIMITS = {"num_blocks": 64, "max_model_len": 128, "block_size": 4}
+
+
+@pytest.fixture
+def backend_compilations():
+    """A list that grows with every compilation of anything, by whatever name."""
+    compiled = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield compiled
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_after_eager_warm_up_nothing_compiles_whatever_is_asked_for(
+    backend_compilations,
+):
+    params, model_config = tiny_llama()
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, **LIMITS)
+    engine = Engine.from_params(params, model_config, config)
+    assert engine.stats().num_compilations == 6  # 1, 2, 4 rows; 8, 16, 32 tokens
+    assert len(backend_compilations) >= 6
+    backend_compilations.clear()
+    rng = np.random.default_rng(0)
+    kinds = [
+        {"temperature": 0.0},
+        {"seed": 1, "top_k": 3, "top_p": 0.8, "min_p": 0.1},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.1, "logprobs": 5},
+        {"prompt_logprobs": 3, "min_tokens": 2, "stop_token_ids": [1, 2]},
+        {"n": 3},
+    ]
+    requests = {
+        str(index): (
+            rng.integers(0, 128, rng.integers(1, 90)).tolist(),
+            SamplingParams(max_tokens=int(rng.integers(1, 20)), **kinds[index % 5]),
+        )
+        for index in range(25)
+    }
+    assert len(run_engine(engine, requests)) == 25
+    assert engine.stats().num_compilations == 6
+    assert backend_compilations == []
+
+
+def test_lazy_warm_up_compiles_each_bucket_once_on_first_use():
+    params, model_config = tiny_llama()
+    config = EngineConfig(
+        max_num_seqs=4, max_num_batched_tokens=32, warmup="lazy", **LIMITS
+    )
+    engine = Engine.from_params(params, model_config, config)
+    assert engine.stats().num_compilations == 0
+    greedy = SamplingParams(max_tokens=3, temperature=0.0)
+    run_engine(engine, {"a": ([1, 2, 3], greedy)})
+    assert engine.stats().num_compilations == 2  # 3 tokens, then 1 row
+    run_engine(engine, {"b": ([4, 5, 6], greedy)})
+    assert engine.stats().num_compilations == 2
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_batched_tokens", "expected"),
+    [
+        (1, 1, [(1, 1)]),
+        (4, 4, [(1, 1), (2, 2), (4, 4)]),
+        (3, 9, [(1, 1), (2, 2), (4, 4), (4, 8), (4, 16)]),
+    ],
+)
+def test_buckets_hold_every_step(max_num_seqs, max_num_batched_tokens, expected):
+    assert list(make_buckets(max_num_seqs, max_num_batched_tokens)) == expected
