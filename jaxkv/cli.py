@@ -150,6 +150,7 @@ def _add_info(commands: Any) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
+    _keep_off_accelerators()
     from convert import convert_checkpoint
 
     convert_checkpoint(
@@ -162,7 +163,15 @@ def _convert(arguments: argparse.Namespace) -> None:
     print(f"wrote {arguments.dst}")
 
 
+def _keep_off_accelerators() -> None:
+    """Leave a GPU alone: converting needs none, and JAX would claim its memory."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+
+
 def _export(arguments: argparse.Namespace) -> None:
+    _keep_off_accelerators()
     from convert import export_checkpoint
 
     export_checkpoint(
@@ -242,6 +251,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         raise ValueError("no prompts: give --prompt, or lines on standard input")
     if not Path(arguments.checkpoint).is_dir():
         raise ValueError(f"{arguments.checkpoint} is not a folder")
+    print(f"loading {arguments.checkpoint}", file=sys.stderr)
     llm = LLM(
         arguments.checkpoint,
         dtype=arguments.dtype,
@@ -261,6 +271,7 @@ def _generate(arguments: argparse.Namespace) -> None:
             )
             for text in texts
         ]
+    print("generating; each kind of step is compiled on first use", file=sys.stderr)
     report = _print_streams(llm, texts, prompts, params)
     if arguments.stats:
         print(report)
@@ -297,6 +308,7 @@ def _report(llm: Any, answers: dict, seconds: float) -> str:
     engine = llm.engine
     stats, per_token = engine.stats(), engine.limits.kv_bytes_per_token
     outputs = answers.values()
+    running_seconds = seconds - stats.compile_seconds
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     new_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     used = stats.peak_held_blocks * engine.config.block_size * per_token
@@ -306,9 +318,10 @@ def _report(llm: Any, answers: dict, seconds: float) -> str:
     return "\n".join(
         (
             f"{len(answers)} requests, {prompt_tokens} prompt tokens, {new_tokens} "
-            f"generated in {seconds:.1f} s: {new_tokens / seconds:.1f} tokens/s "
-            f"({stats.num_compilations} compilations, {stats.num_preemptions} "
-            "preemptions)",
+            f"generated in {running_seconds:.1f} s: {new_tokens / running_seconds:.1f} "
+            f"tokens/s ({stats.num_preemptions} preemptions), after "
+            f"{stats.compile_seconds:.1f} s of compiling "
+            f"{stats.num_compilations} steps",
             f"KV cache: at most {stats.peak_held_blocks} of {stats.total_blocks} "
             f"blocks held, {used / mib:.1f} MiB ({per_token:,} bytes a token)",
             f"Contiguous allocation of {engine.limits.max_model_len} tokens for each "

@@ -82,6 +82,7 @@ class _ScriptedRunner:
         self, next_token: Callable[[list[int]], int], num_blocks: int, block_size: int
     ):
         self.num_compilations = 0
+        self.compile_seconds = 0.0
         self._next_token = next_token
         self._slots = np.full((num_blocks, block_size), -1, np.int64)
 

@@ -289,6 +289,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             num_compilations=self._runner.num_compilations,
+            compile_seconds=self._runner.compile_seconds,
             num_steps=self._num_steps,
             step_seconds=self._step_seconds,
             device_seconds=self._device_seconds,

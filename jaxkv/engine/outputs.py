@@ -107,6 +107,7 @@ class EngineStats:
         prompt_tokens: Prompt tokens of finished prefills, once a request.
         generation_tokens: Generated tokens.
         num_compilations: Step functions compiled.
+        compile_seconds: Wall time that took; part of the step's time when lazy.
         num_steps: Steps run.
         step_seconds: Wall time inside `step`.
         device_seconds: The part of it from dispatch until the results were back.
@@ -128,6 +129,7 @@ class EngineStats:
     prompt_tokens: int
     generation_tokens: int
     num_compilations: int
+    compile_seconds: float
     num_steps: int
     step_seconds: float
     device_seconds: float

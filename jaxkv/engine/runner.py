@@ -4,6 +4,7 @@ Executables are compiled ahead of time and called as such, so a step can compile
 nothing by accident: arguments of another shape or sharding are an error.
 """
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -24,6 +25,7 @@ class Runner(Protocol):
     """What an engine needs of a device: `ModelRunner`, or a script in tests."""
 
     num_compilations: int
+    compile_seconds: float
 
     def execute(self, batch: Batch) -> StepOutput:
         """Run one step; return once its results are on the host."""
@@ -63,6 +65,7 @@ class ModelRunner:
         )
         self._executables: dict[Bucket, Callable] = {}
         self.num_compilations = 0
+        self.compile_seconds = 0.0
 
     def compile(self, batches: list[Batch]) -> None:
         """Compile the steps for batches shaped like these, two at a time."""
@@ -71,11 +74,13 @@ class ModelRunner:
             lowered = self._step.lower(self._params, self._cache, batch)
             return _bucket_of(batch), lowered.compile()
 
+        start = time.perf_counter()
         missing = [b for b in batches if _bucket_of(b) not in self._executables]
         with ThreadPoolExecutor(max_workers=2) as threads:
             for bucket, executable in threads.map(compile_one, missing):
                 self._executables[bucket] = executable
                 self.num_compilations += 1
+        self.compile_seconds += time.perf_counter() - start
 
     def execute(self, batch: Batch) -> StepOutput:
         """Run one step; compile its bucket if this is the first use.

