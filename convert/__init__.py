@@ -36,6 +36,7 @@ def convert_checkpoint(
     Raises:
         ValueError: One sentence that names what is wrong with the source or with the
             destination; nothing has been written then.
+        OSError: The destination cannot be written; it is as it was then.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES}, got {dtype!r}")
@@ -76,8 +77,10 @@ def export_checkpoint(
 def _open_source(path: Path) -> Source:
     if path.is_dir():
         return open_huggingface(path)
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{path} does not exist")
+    if not path.is_file():
+        raise ValueError(f"{path} is neither a file nor a folder")
     if path.suffix.lower() != ".gguf":
         raise ValueError(f"{path} is neither a Hugging Face folder nor a .gguf file")
     from convert.gguf_file import open_gguf

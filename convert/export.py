@@ -15,7 +15,7 @@ import numpy as np
 
 from convert.hf_config import write_model_config
 from convert.huggingface import INDEX_FILE, LM_HEAD, SINGLE_FILE
-from convert.safetensors_reader import DTYPES, LENGTH_BYTES
+from convert.safetensors_reader import DTYPES, LENGTH_BYTES, read_metadata
 from convert.writer import byte_bar, check_destination, new_folder, write_json
 from jaxkv.config import ModelConfig
 from jaxkv.engine.checkpoint import (
@@ -29,15 +29,23 @@ from jaxkv.engine.checkpoint import (
 
 MAX_SHARD_BYTES = 5 * 10**9
 COPIED_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, GENERATION_CONFIG_FILE)
+# In every shard. transformers wants the format, and writes only that itself.
+SHARD_METADATA = {"format": "pt", "written_by": "jaxkv export"}
 DTYPE_CODES = {dtype.name: code for code, dtype in DTYPES.items()}
 
 
 def is_exported(folder: Path) -> bool:
-    """Say whether a folder has nothing but files that an export writes."""
+    """Say whether a folder is what an export wrote and nothing else.
+
+    The shards tell: any other program that writes a model writes its own.
+    """
     names = {entry.name for entry in folder.iterdir()}
-    names -= {"config.json", INDEX_FILE, *COPIED_FILES}
-    return all(
-        name.startswith("model") and name.endswith(".safetensors") for name in names
+    shards = names - {"config.json", INDEX_FILE, *COPIED_FILES}
+    return bool(shards) and all(
+        name.startswith("model")
+        and name.endswith(".safetensors")
+        and read_metadata(folder / name) == SHARD_METADATA
+        for name in shards
     )
 
 
@@ -134,7 +142,7 @@ def _write_shards(
 
 
 def _write_header(file: BinaryIO, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": SHARD_METADATA}
     position = 0
     for name, leaf in leaves.items():
         end = position + _num_bytes(leaf)

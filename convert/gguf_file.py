@@ -9,7 +9,9 @@ a tensor, `rope_freqs.weight`, with one divisor for each frequency; it is recogn
 by its numbers.
 """
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,7 @@ def open_gguf(path: str | Path) -> Source:
     if config.bos_token_id is not None:
         generation_config["bos_token_id"] = config.bos_token_id
     return Source(
+        where=str(path),
         config=config,
         tensors=refs,
         tokenizer_json=tokenizer_json(header),
@@ -140,6 +143,8 @@ def llama3_scaling(
     """
     if np.all(factors == 1):
         return None
+    if not np.all(np.isfinite(factors)):
+        raise ValueError(f"{ROPE_FREQS} has divisors that are not finite")
     scaling = RopeScaling(rope_type="llama3", factor=round(float(factors.max()), 4))
     wavelengths = 2 * np.pi * rope_theta ** (np.arange(len(factors)) / len(factors))
     turns = scaling.original_max_position_embeddings / wavelengths
@@ -172,7 +177,13 @@ def _read_config(header: Header, metadata: Metadata, architecture: str) -> Model
             f"{header.path}: {architecture}.block_count is {num_layers}, but the file "
             f"has only {len(tensors)} tensors"
         )
-    config = ModelConfig(
+    rms_norm_eps = metadata.number("attention.layer_norm_rms_epsilon")
+    if rms_norm_eps < 0:
+        raise ValueError(
+            f"{header.path}: {architecture}.attention.layer_norm_rms_epsilon must be "
+            f">= 0, got {rms_norm_eps!r}"
+        )
+    values: dict[str, Any] = dict(
         model_type=architecture,
         vocab_size=metadata.integer("vocab_size", embedding.shape[0])
         if embedding
@@ -184,7 +195,7 @@ def _read_config(header: Header, metadata: Metadata, architecture: str) -> Model
         num_key_value_heads=metadata.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         max_position_embeddings=metadata.integer("context_length"),
-        rms_norm_eps=metadata.number("attention.layer_norm_rms_epsilon"),
+        rms_norm_eps=rms_norm_eps,
         rope_theta=rope_theta,
         rope_scaling=_rope_scaling(header, metadata, head_dim, rope_theta),
         tie_word_embeddings="output.weight" not in tensors,
@@ -196,6 +207,8 @@ def _read_config(header: Header, metadata: Metadata, architecture: str) -> Model
         eos_token_ids=end_of_generation_ids(header),
         dtype=_common_dtype(header),
     )
+    with _naming(header.path):
+        config = ModelConfig(**values)
     metadata.check_all_used()
     return config
 
@@ -206,7 +219,10 @@ def _rope_scaling(
     linear = metadata.linear_rope_factor()
     info = header.tensors.get(ROPE_FREQS)
     if info is None:
-        return RopeScaling(rope_type="linear", factor=linear) if linear != 1 else None
+        with _naming(header.path):
+            return (
+                RopeScaling(rope_type="linear", factor=linear) if linear != 1 else None
+            )
     if info.shape != (head_dim // 2,) or linear != 1:
         raise ValueError(
             f"{header.path}: {ROPE_FREQS} has shape {list(info.shape)} for a head_dim "
@@ -214,7 +230,17 @@ def _rope_scaling(
             f"[{head_dim // 2}] and a factor of 1"
         )
     factors = _tensor_ref(header.path, info, None).load().astype(np.float32)
-    return llama3_scaling(factors, rope_theta)
+    with _naming(header.path):
+        return llama3_scaling(factors, rope_theta)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the file's name before the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _common_dtype(header: Header) -> str:

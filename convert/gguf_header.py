@@ -170,10 +170,13 @@ def _check_version(path: Path, version: int) -> None:
 
 
 def _check_whole(path: Path, metadata: dict[str, Any]) -> None:
-    count = metadata.get("split.count", 1)
+    count, index = metadata.get("split.count", 1), metadata.get("split.no", 0)
+    for key, value in (("split.count", count), ("split.no", index)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{path}: {key} must be an integer, got {value!r}")
     if count > 1:
         raise ValueError(
-            f"{path} is part {metadata.get('split.no', 0) + 1} of a GGUF file split "
+            f"{path} is part {index + 1} of a GGUF file split "
             f"into {count}; merge the parts first (llama-gguf-split --merge)"
         )
 

@@ -5,6 +5,7 @@ own namespace is asked for, known not to matter, or an error: a key nobody asked
 may be a window, a soft cap or a scale, and then the model would be another one.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,9 +77,13 @@ class Metadata:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number as a float."""
+        """Return a finite number as a float."""
         value = self._take(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not math.isfinite(value)
+        ):
             raise ValueError(
                 f"{self.path}: {self._name(key)} must be a number, got {value!r}"
             )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from convert.hf_rope import read_rope, write_rope
+from convert.hf_rope import is_finite_number, read_rope, write_rope
 from convert.source import join
 from jaxkv.config import ModelConfig
 
@@ -105,6 +105,7 @@ ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "rope_interleaved": (False, None),
     "use_sliding_window": (False, None),
+    "use_mrope": (False, None),
     "sliding_window": (None,),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
@@ -371,8 +372,8 @@ def _check_type(key: str, value: Any) -> list[str]:
         good = _is_int(value) or (
             isinstance(value, list) and all(_is_int(item) for item in value)
         )
-    else:
-        good = isinstance(value, int | float) and not isinstance(value, bool)
+    else:  # rms_norm_eps
+        good = is_finite_number(value) and value >= 0
     return [] if good else [f"{key} has the value {value!r}"]
 
 

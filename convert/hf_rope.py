@@ -6,8 +6,9 @@ there they must agree.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxkv.config import RopeScaling
 
@@ -82,6 +83,16 @@ def write_rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
     }
 
 
+def is_finite_number(value: Any) -> TypeGuard[int | float]:
+    """Say whether a JSON value is a number that a float can hold."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of 309 digits and more
+        return False
+
+
 def _merge(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return all rotary settings in one dict, with `type` renamed to `rope_type`."""
     merged: dict[str, Any] = {}
@@ -106,8 +117,4 @@ def _merge(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _is_number(key: str, value: Any) -> bool:
-    if isinstance(value, bool):
-        return False
-    if key == ORIGINAL:
-        return isinstance(value, int)
-    return isinstance(value, int | float)
+    return is_finite_number(value) and (key != ORIGINAL or isinstance(value, int))

@@ -6,6 +6,7 @@ unknown or misshapen is named before a tensor is loaded or a file written.
 
 import dataclasses
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from convert.hf_config import read_model_config, stated_dtype
 from convert.safetensors_reader import open_safetensors
 from convert.source import Source, TensorRef, check_tensors, join
 from jaxkv.device.llama import param_shapes
-from jaxkv.engine.checkpoint import FORMAT, read_json
+from jaxkv.engine.checkpoint import FORMAT
 from jaxkv.engine.tokenizer import read_special_tokens, read_tokenizer
 
 SINGLE_FILE = "model.safetensors"
@@ -77,6 +78,7 @@ def open_huggingface(folder: Path) -> Source:
             "eos_token_id": list(config.eos_token_ids),
         }
     return Source(
+        where=str(folder),
         config=config,
         tensors=tensors,
         tokenizer_json=tokenizer_json,
@@ -203,6 +205,23 @@ def _read_tokenizer_files(folder: Path) -> tuple[str | None, dict[str, Any]]:
             "with AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
     return None, settings
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON file of another program that holds an object.
+
+    A byte order mark is skipped: editors on Windows put one there.
+
+    Raises:
+        ValueError: It holds something else; names it.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not readable JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{file} holds a {type(data).__name__}, not an object")
+    return data
 
 
 def _read_text(file: Path) -> str:

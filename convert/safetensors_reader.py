@@ -91,6 +91,19 @@ def open_safetensors(path: Path) -> dict[str, TensorRef]:
     }
 
 
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Return what a file's writer noted in it; empty if the file is not readable."""
+    try:
+        with open(path, "rb") as file:
+            num_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if num_bytes > MAX_HEADER_BYTES:
+                return {}
+            metadata = json.loads(file.read(num_bytes))["__metadata__"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return {}
+    return metadata if isinstance(metadata, dict) else {}
+
+
 def _parse_header(path: Path, raw: bytes) -> dict[str, dict[str, Any]]:
     """Parse the JSON and check the form of every entry, but not yet their ranges."""
     try:

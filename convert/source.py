@@ -43,6 +43,7 @@ class Source:
     """An opened checkpoint of another format.
 
     Attributes:
+        where: Its path, for error messages.
         config: The model, with `dtype` as a conversion with dtype `auto` stores it.
         tensors: By parameter name (`jaxkv.device.llama.param_shapes` has the names):
             all the model needs and nothing else, in the layout the model wants.
@@ -53,6 +54,7 @@ class Source:
             `eos_token_id` where the source has them.
     """
 
+    where: str
     config: ModelConfig
     tensors: Mapping[str, TensorRef]
     tokenizer_json: str | None = None

@@ -8,8 +8,11 @@ groups about as large as the largest tensor: one plain save would hold the model
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import tqdm
 
-from convert.source import Source, TensorRef
+from convert.source import Source
 from jaxkv.config import ModelConfig
 from jaxkv.device.llama import param_shapes
 from jaxkv.engine.checkpoint import (
@@ -32,6 +35,9 @@ from jaxkv.engine.checkpoint import (
     group_by_bytes,
     read_json,
 )
+
+THREADS_END_S = 10.0
+"""Longest wait for Orbax's threads after a failure, before their files go."""
 
 CHECKPOINT_NAMES = frozenset(
     (
@@ -71,11 +77,11 @@ def check_destination(
     """
     if not destination.exists():
         return
+    if not destination.is_dir():
+        raise ValueError(f"{destination} is a file; the destination must be a folder")
     if not overwrite:
         raise ValueError(f"{destination} exists already; --overwrite replaces it")
-    if not destination.is_dir() or not (
-        is_ours(destination) or not any(destination.iterdir())
-    ):
+    if not is_ours(destination) and any(destination.iterdir()):
         raise ValueError(
             f"{destination} holds more than what this command writes, so that it is "
             "not replaced; remove it first, or choose another place"
@@ -89,17 +95,18 @@ def new_folder(
     """Give an empty folder that becomes `destination` if the block succeeds.
 
     Arguments and errors are those of `check_destination`. If the block raises, the
-    folder is removed and the destination stays as it was.
+    folder is removed, with parents made for it, and the destination stays as it was.
     """
     destination = destination.resolve()
     check_destination(destination, overwrite=overwrite, is_ours=is_ours)
-    destination.parent.mkdir(parents=True, exist_ok=True)
+    created = [parent for parent in destination.parents if not parent.exists()]
     tag = f"{destination.name}.{{}}-{os.getpid()}"
     temporary = destination.with_name("." + tag.format("incomplete"))
     replaced = destination.with_name("." + tag.format("replaced"))
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(destination)
+        temporary.mkdir()
         yield temporary
         # Again: it may have been taken while we were writing.
         check_destination(destination, overwrite=overwrite, is_ours=is_ours)
@@ -111,9 +118,34 @@ def new_folder(
             if replaced.exists():
                 replaced.rename(destination)
             raise
-    finally:
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):  # somebody else uses one by now
+            for parent in created:
+                parent.rmdir()
+        raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _remove_leftovers(destination: Path) -> None:
+    """Remove what processes that were killed left beside a destination."""
+    prefix = f".{destination.name}.incomplete-"
+    for entry in list(destination.parent.iterdir()):
+        pid = entry.name.removeprefix(prefix)
+        if not entry.name.startswith(prefix) or not pid.isdecimal():
+            continue
+        if int(pid) == os.getpid() or not _is_running(int(pid)):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it is somebody else's
+        return True
+    return True
 
 
 def write_checkpoint(
@@ -135,6 +167,7 @@ def write_checkpoint(
 
     Raises:
         ValueError: The destination is taken, or a value does not fit the dtype.
+        OSError: The parameters could not be saved.
     """
     config = source.config
     if dtype != "auto":
@@ -156,7 +189,8 @@ def write_checkpoint(
             settings |= source.tokenizer_config
             write_json(folder / TOKENIZER_CONFIG_FILE, settings)
             (folder / TOKENIZER_FILE).write_bytes(source.tokenizer_json.encode("utf-8"))
-        _write_params(folder / PARAMS_FOLDER, config, source, progress)
+        with _quiet_orbax():
+            _write_params(folder / PARAMS_FOLDER, destination, config, source, progress)
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
@@ -178,8 +212,47 @@ def byte_bar(total: int, title: str, progress: bool) -> tqdm.tqdm:
     )
 
 
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Let a save fail with its exception alone.
+
+    Orbax saves in threads. They log what they raise, with tracebacks, and after an
+    interrupt they go on; so they are waited for, and nothing of theirs is shown.
+    """
+    before = set(threading.enumerate())
+    show_exception = threading.excepthook
+
+    def excepthook(args: threading.ExceptHookArgs) -> None:
+        if args.thread in before:
+            show_exception(args)
+
+    def is_minor(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    for logger in loggers:
+        logger.addFilter(is_minor)
+    threading.excepthook = excepthook
+    try:
+        yield
+    except BaseException:
+        deadline = time.monotonic() + THREADS_END_S
+        for thread in set(threading.enumerate()) - before:
+            if not thread.daemon:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        raise
+    finally:
+        threading.excepthook = show_exception
+        for logger in loggers:
+            logger.removeFilter(is_minor)
+
+
 def _write_params(
-    folder: Path, config: ModelConfig, source: Source, progress: bool
+    folder: Path,
+    destination: Path,
+    config: ModelConfig,
+    source: Source,
+    progress: bool,
 ) -> None:
     dtype = np.dtype(config.dtype)
     sizes = {
@@ -188,16 +261,35 @@ def _write_params(
     }
     with byte_bar(sum(sizes.values()), "converting", progress) as bar:
         for names in group_by_bytes(sizes):
-            ocp.partial.save(
-                str(folder),
-                {name: _load_as(source.tensors[name], dtype) for name in names},
+            # No variable: it would keep this group while the next one is loaded.
+            _save(
+                folder,
+                destination,
+                {name: _load_as(source, name, dtype) for name in names},
             )
             bar.update(sum(sizes[name] for name in names))
-    ocp.partial.finalize(str(folder))
+    with _as_oserror(destination):
+        ocp.partial.finalize(str(folder))
 
 
-def _load_as(ref: TensorRef, dtype: np.dtype) -> np.ndarray:
+def _save(folder: Path, destination: Path, group: dict[str, np.ndarray]) -> None:
+    with _as_oserror(destination):
+        ocp.partial.save(str(folder), group)
+
+
+@contextlib.contextmanager
+def _as_oserror(destination: Path) -> Iterator[None]:
+    """Turn whatever Orbax raises into one sentence."""
+    try:
+        yield
+    except Exception as error:  # many kinds, some with a trace of many lines
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise OSError(f"{destination} could not be written: {lines[0]}") from error
+
+
+def _load_as(source: Source, name: str, dtype: np.dtype) -> np.ndarray:
     """Load one tensor and cast it, rounding to nearest."""
+    ref = source.tensors[name]
     array = ref.load()
     if array.dtype == dtype:
         return array
@@ -206,5 +298,8 @@ def _load_as(ref: TensorRef, dtype: np.dtype) -> np.ndarray:
     if dtype.itemsize < array.dtype.itemsize or dtype == np.float16:
         fits = np.isfinite(cast) == np.isfinite(array)
         if not fits.all():
-            raise ValueError(f"{ref.name} has values beyond the range of {dtype.name}")
+            raise ValueError(
+                f"{source.where}: {ref.name} has values beyond the range of "
+                f"{dtype.name}"
+            )
     return cast

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         arguments.run(arguments)
+    except BrokenPipeError:
+        # Whoever read our output has enough. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError) as error:
         print(f"jaxkv {arguments.command}: {error}", file=sys.stderr)
         return 1
@@ -186,9 +191,10 @@ def _export(arguments: argparse.Namespace) -> None:
 def _info(arguments: argparse.Namespace) -> None:
     from jaxkv.config import CacheConfig
     from jaxkv.device.llama import param_shapes
-    from jaxkv.engine.checkpoint import load_config, load_tokenizer
+    from jaxkv.engine.checkpoint import load_config, load_tokenizer, stored_params
 
     config = load_config(arguments.checkpoint)
+    stored_params(arguments.checkpoint, config)  # they are there, and fit the config
     tokenizer = load_tokenizer(arguments.checkpoint)
     num_params = sum(math.prod(shape) for shape in param_shapes(config).values())
     element = 4 if config.dtype == "float32" else 2

@@ -29,6 +29,17 @@ def _require_positive_int(owner: object, *names: str) -> None:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
+def _require_positive_real(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value < math.inf
+        ):
+            raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
+
+
 def _require_keys(cls: Any, values: dict[str, Any], where: str) -> None:
     """Check that the values are fields of a dataclass, and all it requires."""
     fields = dataclasses.fields(cls)
@@ -65,7 +76,7 @@ class RopeScaling:
             self.rope_type in ("linear", "llama3"),
             f"rope_type must be 'linear' or 'llama3', got {self.rope_type!r}",
         )
-        _require(self.factor > 0, f"rope factor must be > 0, got {self.factor!r}")
+        _require_positive_real(self, "factor")
         if self.rope_type == "llama3":
             _require_positive_int(self, "original_max_position_embeddings")
             _require(
@@ -132,9 +143,22 @@ class ModelConfig:
             f"num_key_value_heads {self.num_key_value_heads}",
         )
         _require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} must be even")
+        _require_positive_real(self, "rope_theta", "rms_norm_eps")
+        for name in (
+            "tie_word_embeddings",
+            "attention_bias",
+            "attention_output_bias",
+            "mlp_bias",
+            "qk_norm",
+        ):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, bool), f"{name} must be true or false, got {value!r}"
+            )
+        bos = self.bos_token_id
         _require(
-            math.isfinite(self.rope_theta) and self.rope_theta > 0,
-            f"rope_theta must be > 0, got {self.rope_theta!r}",
+            bos is None or (isinstance(bos, int) and bos >= 0),
+            f"bos_token_id must be a token id or null, got {bos!r}",
         )
         _require(
             self.dtype in ("float32", "bfloat16", "float16"),
@@ -310,7 +334,12 @@ class EngineConfig:
                 value in allowed, f"{name} must be one of {allowed}, got {value!r}"
             )
         _require(
-            0 < self.memory_fraction <= 1,
+            isinstance(self.debug_blocks, bool),
+            f"debug_blocks must be True or False, got {self.debug_blocks!r}",
+        )
+        _require(
+            isinstance(self.memory_fraction, int | float)
+            and 0 < self.memory_fraction <= 1,
             f"memory_fraction must be in (0, 1], got {self.memory_fraction!r}",
         )
         _require(

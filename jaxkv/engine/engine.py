@@ -20,7 +20,7 @@ from jaxkv.engine.batch import BatchBuilder, make_buckets, wants_prompt_logprobs
 from jaxkv.engine.outputs import EngineStats, RequestOutput
 from jaxkv.engine.records import RequestRecord, make_detokenizer
 from jaxkv.engine.runner import ModelRunner, RequestKeys, Runner
-from jaxkv.engine.sizing import choose_num_blocks
+from jaxkv.engine.sizing import check_fits, choose_num_blocks
 from jaxkv.host.request import Request, SamplingParams, max_total_tokens
 from jaxkv.host.scheduler import Schedule, Scheduler
 
@@ -135,6 +135,7 @@ class Engine:
         if config.num_blocks is None:
             num_blocks = choose_num_blocks(cache_config, config, max_model_len)
             cache_config = dataclasses.replace(cache_config, num_blocks=num_blocks)
+        check_fits(cache_config)
         vocab_size = model_config.vocab_size
         limits = EngineLimits(
             num_blocks=cache_config.num_blocks,
@@ -175,7 +176,7 @@ class Engine:
             ValueError: Something is wrong with the request, or it could never fit;
                 nothing was queued.
         """
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         prompt = self.check_request(prompt_token_ids, params)
         if not isinstance(request_id, str):
             raise ValueError(f"request_id must be a string, got {request_id!r}")
@@ -205,6 +206,10 @@ class Engine:
         Raises:
             ValueError: As `add_request`.
         """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(
+                f"sampling_params must be a SamplingParams, got {params!r}"
+            )
         prompt = _token_ids(prompt_token_ids)
         self._max_total_tokens(len(prompt), params)
         num_token_ids = self.limits.num_token_ids

@@ -1,11 +1,13 @@
 """`LLM`: a converted checkpoint with an engine around it, for use in a few lines."""
 
+import collections
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tqdm
 
 from jaxkv.config import EngineConfig
@@ -45,6 +47,7 @@ class LLM:
             params, self.model_config, config, self.tokenizer
         )
         self._calls = itertools.count()
+        self._inboxes: dict[str, collections.deque[RequestOutput]] = {}
 
     def generate(
         self,
@@ -117,7 +120,12 @@ class LLM:
             ValueError: There is no tokenizer or no template, or a message does not
                 fit it; nothing was started.
         """
-        is_single = bool(messages) and isinstance(messages[0], Mapping)
+        if not isinstance(messages, Sequence) or not messages:
+            raise ValueError(
+                f"messages must be a list of messages or of such lists, got "
+                f"{messages!r:.80}"
+            )
+        is_single = isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_single else messages
         prompts = [
             self.encode_chat(conversation, add_generation_prompt)
@@ -142,13 +150,24 @@ class LLM:
 
     def _encode_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         """Return each prompt's token ids, whatever form they came in."""
-        is_single = isinstance(prompts, str) or (
-            len(prompts) > 0 and not isinstance(prompts[0], str | Sequence)
-        )
-        several: Any = [prompts] if is_single else prompts
-        return [self._encode(prompt) for prompt in several]
+        if isinstance(prompts, str):
+            return [self._encode(0, prompts)]
+        if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+            raise ValueError(
+                "prompts must be a text, a list of token ids, or a list of either, got "
+                f"{prompts!r:.80}"
+            )
+        several: list[Any] = list(prompts)
+        if several and all(_is_integer(item) for item in several):
+            several = [several]
+        return [self._encode(index, prompt) for index, prompt in enumerate(several)]
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, index: int, prompt: Any) -> list[int]:
+        if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+            raise ValueError(
+                f"prompt {index} must be a text or a list of token ids, got "
+                f"{prompt!r:.80}"
+            )
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
@@ -182,20 +201,36 @@ class LLM:
         params: Sequence[SamplingParams],
         request_ids: list[str],
     ) -> Iterator[RequestOutput]:
-        mine = set(request_ids)
         unfinished = set(request_ids)
+        inbox: collections.deque[RequestOutput] = collections.deque()
         with contextlib.ExitStack() as cleanup:
             for request_id, prompt, param in zip(
                 request_ids, prompts, params, strict=True
             ):
                 self.engine.add_request(request_id, prompt, param)
                 cleanup.callback(self.engine.abort_request, request_id)
+                self._inboxes[request_id] = inbox
+                cleanup.callback(self._inboxes.pop, request_id)
             while unfinished:
-                for output in self.engine.step():
-                    if output.request_id in mine:
-                        if output.finished:
-                            unfinished.discard(output.request_id)
-                        yield output
+                if not inbox:
+                    self._step()
+                while inbox:
+                    output = inbox.popleft()
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                    yield output
+
+    def _step(self) -> None:
+        """Run one step and put each output where its call will look for it.
+
+        Several calls may be under way at once, in one thread: streams that are read
+        in turns, or a `generate` inside the loop over a stream.
+        """
+        assert self.engine.has_unfinished_requests(), "requests were lost"
+        for output in self.engine.step():
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox.append(output)
 
 
 def _one_for_each(
@@ -204,12 +239,23 @@ def _one_for_each(
     """Return one SamplingParams per prompt."""
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * count
+    if not isinstance(sampling_params, Sequence) or not all(
+        isinstance(one, SamplingParams) for one in sampling_params
+    ):
+        raise ValueError(
+            "sampling_params must be a SamplingParams or a list of them, got "
+            f"{sampling_params!r:.80}"
+        )
     if len(sampling_params) != count:
         raise ValueError(
             f"{len(sampling_params)} sampling_params for {count} prompts: give one, or "
             "one for each"
         )
     return sampling_params
+
+
+def _is_integer(item: Any) -> bool:
+    return isinstance(item, int | np.integer) and not isinstance(item, bool)
 
 
 def _num_tokens(outputs: Any) -> int:

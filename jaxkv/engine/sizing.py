@@ -37,6 +37,25 @@ def choose_num_blocks(
     return min(most_useful + 1, fitting)
 
 
+def check_fits(cache_config: CacheConfig) -> None:
+    """Check that a cache can be allocated at all.
+
+    Raises:
+        ValueError: It is larger than the memory that is free; both are named.
+    """
+    device = jax.local_devices()[0]
+    memory = device.memory_stats() if device.platform != "cpu" else None
+    if memory and "bytes_limit" in memory:
+        available = memory["bytes_limit"] - memory["bytes_in_use"]
+    else:
+        available = _free_host_bytes()
+    if cache_config.total_bytes > available:
+        raise ValueError(
+            f"num_blocks {cache_config.num_blocks} of {cache_config.block_size} tokens "
+            f"take {cache_config.total_bytes} bytes, but {available} are available"
+        )
+
+
 def _free_host_bytes() -> int:
     """Return the memory that can be had without swapping."""
     try:

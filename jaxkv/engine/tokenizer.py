@@ -66,7 +66,15 @@ class CheckpointTokenizer:
             text: Special tokens written out in it are recognised.
             add_special_tokens: Let the post-processor add its own, as a beginning of
                 sequence. A rendered chat template brings them already.
+
+        Raises:
+            ValueError: The text has lone surrogates, as text read from bytes that
+                are not UTF-8 has.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text is not valid Unicode: {error}") from None
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids
 

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, no_type_check, runtime_checkable
 
+import numpy as np
+
 FinishReason = Literal["stop", "length", "abort"]
 
 GREEDY_BELOW = 1e-5
@@ -85,7 +87,7 @@ class SamplingParams:
         top_k: Most likely tokens to choose among; 0 (or -1) is off.
         top_p: Smallest probability mass to choose among, in (0, 1].
         min_p: Tokens less likely than min_p times the likeliest are dropped, [0, 1].
-        repetition_penalty: > 0; 1 is off. Counts the prompt too.
+        repetition_penalty: In [1e-6, 1e6]; 1 is off. Counts the prompt too.
         presence_penalty: In [-2, 2]; counts generated tokens only.
         frequency_penalty: In [-2, 2]; counts generated tokens only.
         seed: In [0, 2**32); None takes the engine's seed and the arrival number.
@@ -148,15 +150,16 @@ class SamplingParams:
 
     def _check_reals(self) -> None:
         for name, allowed, text in (
-            ("temperature", lambda x: x >= 0, ">= 0"),
+            ("temperature", lambda x: 0 <= x <= 1e30, "in [0, 1e+30]"),
             ("top_p", lambda x: 0 < x <= 1, "in (0, 1]"),
             ("min_p", lambda x: 0 <= x <= 1, "in [0, 1]"),
-            ("repetition_penalty", lambda x: x > 0, "> 0"),
+            ("repetition_penalty", lambda x: 1e-6 <= x <= 1e6, "in [1e-06, 1e+06]"),
             ("presence_penalty", lambda x: -2 <= x <= 2, "in [-2, 2]"),
             ("frequency_penalty", lambda x: -2 <= x <= 2, "in [-2, 2]"),
         ):
             value = _real(name, getattr(self, name))
-            if not allowed(value):
+            # The device sees it as float32, where it must still be what it was.
+            if not allowed(value) or not allowed(float(np.float32(value))):
                 raise ValueError(f"{name} must be {text}, got {value!r}")
             self._set(name, value)
 

@@ -68,9 +68,21 @@ def test_sizes_must_be_positive_integers(kind, name, value):
             "num_attention_heads 6 must be a multiple of num_key_value_heads 4",
         ),
         ("model", {"head_dim": 7}, "head_dim 7 must be even"),
-        ("model", {"rope_theta": 0.0}, "rope_theta must be > 0, got 0.0"),
-        ("model", {"rope_theta": float("inf")}, "rope_theta must be > 0, got inf"),
-        ("model", {"rope_theta": float("nan")}, "rope_theta must be > 0, got nan"),
+        (
+            "model",
+            {"rope_theta": 0.0},
+            "rope_theta must be a finite number > 0, got 0.0",
+        ),
+        (
+            "model",
+            {"rope_theta": float("inf")},
+            "rope_theta must be a finite number > 0, got inf",
+        ),
+        (
+            "model",
+            {"rope_theta": float("nan")},
+            "rope_theta must be a finite number > 0, got nan",
+        ),
         (
             "model",
             {"dtype": "int8"},
@@ -176,7 +188,7 @@ def test_a_value_out_of_range_is_refused_by_name(kind, changes, message):
         ),
         (
             {"rope_type": "linear", "factor": 0.0},
-            "rope factor must be > 0, got 0.0",
+            "factor must be a finite number > 0, got 0.0",
         ),
         (
             {
@@ -330,5 +342,21 @@ def test_from_json_checks_values_and_changes_nothing_of_its_argument():
 )
 def test_from_json_refuses_a_rope_scaling_it_does_not_know(scaling, message):
     data = model_config().to_json() | {"rope_scaling": scaling}
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("rms_norm_eps", "x", "rms_norm_eps must be a finite number > 0, got 'x'"),
+        ("rms_norm_eps", -1.0, "rms_norm_eps must be a finite number > 0, got -1.0"),
+        ("rope_theta", float("inf"), "rope_theta must be a finite number > 0"),
+        ("tie_word_embeddings", "no", "tie_word_embeddings must be true or false"),
+        ("bos_token_id", "x", "bos_token_id must be a token id or null, got 'x'"),
+    ],
+)
+def test_from_json_refuses_values_of_a_wrong_kind(field, value, message):
+    data = model_config().to_json() | {field: value}
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_json(data)

@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 import pytest
 
 from jaxkv import LLM, SamplingParams
@@ -147,3 +148,46 @@ def test_a_folder_that_is_no_checkpoint_and_a_field_that_is_none(tmp_path):
         LLM(tmp_path)
     with pytest.raises(TypeError, match="blocks"):
         LLM(tmp_path, blocks=3)
+
+
+def test_streams_read_in_turns_and_a_call_inside_a_stream_all_end(llm):
+    expected = tokens_of(llm.generate(["hello", "world"], GREEDY, use_tqdm=False))
+    hello, world = llm.stream("hello", GREEDY), llm.stream("world", GREEDY)
+    last = [None, None]
+    for last[0], last[1] in zip(hello, world, strict=True):
+        pass
+    assert tokens_of(last) == expected
+    outer = []
+    for output in llm.stream("hello", GREEDY):
+        outer.append(output)
+        if len(outer) == 3:
+            inner = llm.generate("world", GREEDY, use_tqdm=False)
+    assert tokens_of([outer[-1], *inner]) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (b"hello", "prompts must be a text"),
+        (None, "prompts must be a text"),
+        ({"a": 1}, "prompts must be a text"),
+        (["a", None], "prompt 1 must be a text or a list of token ids, got None"),
+        ([[1, 2], 3], "prompt 1 must be a text or a list of token ids, got 3"),
+        ("bad \udcff", "not valid Unicode"),
+    ],
+)
+def test_prompts_of_a_wrong_kind_are_named(llm, prompts, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, GREEDY)
+
+
+def test_numpy_prompts_are_taken_and_wrong_sampling_params_are_not(llm):
+    ids = llm.tokenizer.encode("hello")
+    outputs = llm.generate([np.array(ids), np.array(ids)], GREEDY, use_tqdm=False)
+    assert tokens_of(outputs) == 2 * tokens_of(llm.generate(ids, GREEDY, False))
+    for wrong in ({"max_tokens": 2}, [None], "x"):
+        with pytest.raises(ValueError, match="sampling_params must be"):
+            llm.generate(["a"], wrong)
+    for wrong in (None, []):
+        with pytest.raises(ValueError, match="messages must be"):
+            llm.chat(wrong, GREEDY)

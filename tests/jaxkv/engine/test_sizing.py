@@ -25,3 +25,10 @@ def test_no_room_is_an_error_with_the_numbers(monkeypatch):
     per_block = cache_config().bytes_per_block
     with pytest.raises(ValueError, match=f"no room .* takes {per_block}"):
         choose(monkeypatch, 4 * per_block)
+
+
+def test_a_cache_larger_than_the_memory_is_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setattr(sizing, "_free_host_bytes", lambda: 1000)
+    total = cache_config().total_bytes
+    with pytest.raises(ValueError, match=f"num_blocks 6 .* {total} bytes, but 1000"):
+        sizing.check_fits(cache_config())

@@ -220,6 +220,15 @@ def test_a_stop_id_comes_before_a_stop_string():
     stop = StopAfter(30)
     request = make_request(text_stop=stop, stop_token_ids=[30])
     assert feed(request, 30) == ("stop", 30)
+    assert stop.seen == []  # the text of a stop id is not part of the output
+
+
+def test_the_text_of_a_stop_id_is_kept_if_wanted():
+    stop = StopAfter(99)
+    request = make_request(
+        text_stop=stop, stop_token_ids=[30], include_stop_str_in_output=True
+    )
+    assert feed(request, 30) == ("stop", 30)
     assert stop.seen == [30]
 
 
