@@ -11,9 +11,11 @@ import json
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,8 @@ from jaxkv.engine.checkpoint import (
     read_json,
 )
 
-THREADS_END_S = 10.0
-"""Longest wait for Orbax's threads after a failure, before their files go."""
+THREADS_END_S = 1.0
+"""Longest wait for Orbax's threads after a failure."""
 
 CHECKPOINT_NAMES = frozenset(
     (
@@ -119,12 +121,25 @@ def new_folder(
                 replaced.rename(destination)
             raise
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove_for_good(temporary)
         with contextlib.suppress(OSError):  # somebody else uses one by now
             for parent in created:
                 parent.rmdir()
         raise
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _remove_for_good(folder: Path) -> None:
+    """Remove a folder that TensorStore's threads may still be writing to.
+
+    They tell nobody when they are done, and make the folder again.
+    """
+    for _ in range(10):
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
+        if not folder.exists():
+            return
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_leftovers(destination: Path) -> None:
@@ -172,7 +187,10 @@ def write_checkpoint(
     config = source.config
     if dtype != "auto":
         config = dataclasses.replace(config, dtype=dtype)
-    with new_folder(destination, overwrite=overwrite, is_ours=is_checkpoint) as folder:
+    with (
+        _quiet_orbax(),  # until the folder is removed, should something fail
+        new_folder(destination, overwrite=overwrite, is_ours=is_checkpoint) as folder,
+    ):
         write_json(
             folder / CONFIG_FILE,
             {
@@ -189,8 +207,7 @@ def write_checkpoint(
             settings |= source.tokenizer_config
             write_json(folder / TOKENIZER_CONFIG_FILE, settings)
             (folder / TOKENIZER_FILE).write_bytes(source.tokenizer_json.encode("utf-8"))
-        with _quiet_orbax():
-            _write_params(folder / PARAMS_FOLDER, destination, config, source, progress)
+        _write_params(folder / PARAMS_FOLDER, destination, config, source, progress)
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
@@ -216,15 +233,19 @@ def byte_bar(total: int, title: str, progress: bool) -> tqdm.tqdm:
 def _quiet_orbax() -> Iterator[None]:
     """Let a save fail with its exception alone.
 
-    Orbax saves in threads. They log what they raise, with tracebacks, and after an
-    interrupt they go on; so they are waited for, and nothing of theirs is shown.
+    Orbax saves in threads, which log what they raise, with tracebacks. Nothing of it
+    is shown, and those that still run after a failure are waited for.
     """
     before = set(threading.enumerate())
-    show_exception = threading.excepthook
+    show_exception, show_unraisable = threading.excepthook, sys.unraisablehook
 
     def excepthook(args: threading.ExceptHookArgs) -> None:
         if args.thread in before:
             show_exception(args)
+
+    def unraisablehook(args: "sys.UnraisableHookArgs") -> None:
+        if args.object is not None:  # TensorStore's threads name no object
+            show_unraisable(args)
 
     def is_minor(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR
@@ -233,6 +254,7 @@ def _quiet_orbax() -> Iterator[None]:
     for logger in loggers:
         logger.addFilter(is_minor)
     threading.excepthook = excepthook
+    sys.unraisablehook = unraisablehook
     try:
         yield
     except BaseException:
@@ -242,7 +264,7 @@ def _quiet_orbax() -> Iterator[None]:
                 thread.join(max(0.0, deadline - time.monotonic()))
         raise
     finally:
-        threading.excepthook = show_exception
+        threading.excepthook, sys.unraisablehook = show_exception, show_unraisable
         for logger in loggers:
             logger.removeFilter(is_minor)
 
@@ -259,29 +281,32 @@ def _write_params(
         name: source.tensors[name].num_elements * dtype.itemsize
         for name in param_shapes(config)
     }
-    with byte_bar(sum(sizes.values()), "converting", progress) as bar:
+    # Orbax is called in a thread, which an interrupt waits for: its event loop would
+    # not notice the interrupt, and would write files again after they are removed.
+    bar = byte_bar(sum(sizes.values()), "converting", progress)
+    with bar, ThreadPoolExecutor(1) as executor:
         for names in group_by_bytes(sizes):
             # No variable: it would keep this group while the next one is loaded.
-            _save(
-                folder,
+            _call(
+                executor,
                 destination,
+                ocp.partial.save,
+                str(folder),
                 {name: _load_as(source, name, dtype) for name in names},
             )
             bar.update(sum(sizes[name] for name in names))
-    with _as_oserror(destination):
-        ocp.partial.finalize(str(folder))
+        _call(executor, destination, ocp.partial.finalize, str(folder))
 
 
-def _save(folder: Path, destination: Path, group: dict[str, np.ndarray]) -> None:
-    with _as_oserror(destination):
-        ocp.partial.save(str(folder), group)
-
-
-@contextlib.contextmanager
-def _as_oserror(destination: Path) -> Iterator[None]:
-    """Turn whatever Orbax raises into one sentence."""
+def _call(
+    executor: ThreadPoolExecutor,
+    destination: Path,
+    function: Callable[..., object],
+    *args: object,
+) -> None:
+    """Call Orbax; what it raises becomes one sentence."""
     try:
-        yield
+        executor.submit(function, *args).result()
     except Exception as error:  # many kinds, some with a trace of many lines
         lines = str(error).splitlines() or [type(error).__name__]
         raise OSError(f"{destination} could not be written: {lines[0]}") from error

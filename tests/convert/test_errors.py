@@ -1,7 +1,11 @@
 """A source or destination that will not do: one sentence, and nothing half written."""
 
 import itertools
+import logging
 import os
+import subprocess
+import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -33,6 +37,11 @@ def test_a_missing_source(tmp_path):
     refuse(tmp_path, r"hf does not exist")
 
 
+def test_a_source_that_is_neither_file_nor_folder(tmp_path):
+    os.mkfifo(tmp_path / "hf")
+    refuse(tmp_path, r"hf is neither a file nor a folder")
+
+
 def test_a_file_that_is_no_gguf(tmp_path):
     (tmp_path / "hf").write_bytes(b"x")
     refuse(tmp_path, r"hf is neither a Hugging Face folder nor a .gguf file")
@@ -58,6 +67,14 @@ def test_a_config_that_is_no_object(tmp_path, text):
     write_folder(tmp_path / "hf")
     (tmp_path / "hf/config.json").write_text(text)
     refuse(tmp_path, r"hf/config.json (is not readable JSON|holds a list)")
+
+
+def test_a_byte_order_mark_before_the_config_is_skipped(tmp_path):
+    write_folder(tmp_path / "hf")
+    file = tmp_path / "hf/config.json"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    convert_checkpoint(tmp_path / "hf", tmp_path / "out", progress=False)
+    assert load_config(tmp_path / "out").vocab_size == 40
 
 
 def test_a_converted_checkpoint_as_the_source(tmp_path):
@@ -212,7 +229,10 @@ def test_overwriting_never_removes_what_we_did_not_write(tmp_path, kind):
         convert_checkpoint(tmp_path / "hf", out, progress=False)
         (out / "notes.txt").write_text("precious")
     before = sorted(str(path) for path in tmp_path.rglob("*"))
-    refuse(tmp_path, r"out holds more than what this command writes", overwrite=True)
+    message = (
+        "is a file; the" if kind == "file" else "holds more than what this command"
+    )
+    refuse(tmp_path, rf"out {message}", overwrite=True)
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
 
@@ -236,7 +256,13 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path):
     refuse(tmp_path, r"lm_head.weight has dtype float64", src="bad", overwrite=True)
     tensors["model.norm.weight"][0] = 1e30
     write_folder(tmp_path / "large", tensors=tensors)
-    refuse(tmp_path, r"beyond the range", src="large", dtype="float16", overwrite=True)
+    refuse(
+        tmp_path,
+        r"large: .*norm.weight has values beyond",
+        src="large",
+        dtype="float16",
+        overwrite=True,
+    )
     assert load_config(tmp_path / "out").dtype == "float32"
 
 
@@ -250,8 +276,30 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch, error):
 
     monkeypatch.setattr(convert.writer.ocp.partial, "finalize", fail)
     with pytest.raises(type(error)):
-        convert_checkpoint(tmp_path / "hf", tmp_path / "out", progress=False)
+        convert_checkpoint(tmp_path / "hf", tmp_path / "a/b/out", progress=False)
     assert_untouched(tmp_path, "hf")
+
+
+def test_a_save_that_fails_in_a_thread_is_one_sentence(tmp_path, monkeypatch, capfd):
+    write_folder(tmp_path / "hf")
+    before = threading.excepthook, logging.getLogger("absl").filters[:]
+
+    def die():
+        logging.getLogger("absl").error("lost")
+        time.sleep(0.2)
+        (tmp_path / "lasted").touch()
+        raise OSError("lost")
+
+    def fail(*_args, **_options):
+        threading.Thread(target=die).start()
+        raise TypeError("disk full\ntrace\n")
+
+    monkeypatch.setattr(convert.writer.ocp.partial, "save", fail)
+    with pytest.raises(OSError, match=r"/out could not be written: disk full$"):
+        convert_checkpoint(tmp_path / "hf", tmp_path / "out", progress=False)
+    assert_untouched(tmp_path, "hf", "lasted")
+    assert capfd.readouterr().err == ""
+    assert (threading.excepthook, logging.getLogger("absl").filters) == before
 
 
 def test_a_destination_taken_while_we_wrote_is_kept(tmp_path, monkeypatch):
@@ -272,11 +320,19 @@ def test_a_destination_taken_while_we_wrote_is_kept(tmp_path, monkeypatch):
 
 def test_leftovers_of_a_killed_process_do_not_stand_in_the_way(tmp_path):
     write_folder(tmp_path / "hf")
-    leftover = tmp_path / f".out.incomplete-{os.getpid()}"
-    leftover.mkdir()
-    (leftover / "params").write_text("")
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    kept = [
+        f".out.incomplete-{os.getppid()}",
+        ".out.incomplete-x",
+        ".out2.incomplete-9",
+    ]
+    gone = [f".out.incomplete-{pid}" for pid in (os.getpid(), dead.pid, 10**30)]
+    for name in kept + gone:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "params").write_text("")
     convert_checkpoint(tmp_path / "hf", tmp_path / "out", progress=False)
-    assert_untouched(tmp_path, "hf", "out")
+    assert_untouched(tmp_path, "hf", "out", *kept)
 
 
 def test_a_destination_in_folders_that_do_not_exist_yet(tmp_path):
@@ -303,12 +359,18 @@ def test_an_export_to_a_place_that_is_taken(tmp_path):
         export_checkpoint(
             tmp_path / "done", tmp_path / "done", overwrite=True, progress=False
         )
-    (tmp_path / "hf/README.md").write_text("precious")
+    # The same names as an export's, but not from one.
     with pytest.raises(ValueError, match=r"hf holds more than what this command"):
         export_checkpoint(
             tmp_path / "done", tmp_path / "hf", overwrite=True, progress=False
         )
-    assert_untouched(tmp_path, "hf", "done")
+    export_checkpoint(tmp_path / "done", tmp_path / "out", progress=False)
+    (tmp_path / "out/README.md").write_text("precious")
+    with pytest.raises(ValueError, match=r"out holds more than what this command"):
+        export_checkpoint(
+            tmp_path / "done", tmp_path / "out", overwrite=True, progress=False
+        )
+    assert_untouched(tmp_path, "hf", "done", "out")
 
 
 def test_an_export_cut_short_leaves_nothing(tmp_path, monkeypatch):

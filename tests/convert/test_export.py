@@ -147,7 +147,7 @@ def test_exported_data_is_aligned(tmp_path):
     assert int.from_bytes(raw[:8], "little") % 8 == 0
     assert json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])[
         "__metadata__"
-    ] == {"format": "pt"}
+    ] == {"format": "pt", "written_by": "jaxkv export"}
 
 
 def test_an_earlier_export_is_replaced_when_asked_to(tmp_path):

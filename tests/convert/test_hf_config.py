@@ -200,6 +200,12 @@ def test_both_spellings_may_be_there_when_they_agree():
             {"architectures": ["LlamaForSequenceClassification"]},
             r"architectures \['LlamaForSequenceClassification'\] is not supported",
         ),
+        ({"use_mrope": True}, r"use_mrope True is not supported \(only False\)"),
+        ({"rope_theta": 10**400}, r"rope_theta has the value 1000"),
+        ({"rms_norm_eps": 10**400}, r"rms_norm_eps has the value 1000"),
+        ({"rms_norm_eps": -1e-5}, r"rms_norm_eps has the value -1e-05"),
+        ({"rms_norm_eps": float("nan")}, r"rms_norm_eps has the value nan"),
+        ({"rms_norm_eps": float("inf")}, r"rms_norm_eps has the value inf"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -217,7 +223,9 @@ def test_what_would_change_the_maths_is_an_error(changes, message):
         ({"rope_type": None}, r"rope_type None is not supported"),
         ({"rope_type": "linear"}, r"rope_type 'linear' needs factor"),
         ({"rope_type": "linear", "factor": "4"}, r"factor has the value '4'"),
-        ({"rope_type": "linear", "factor": 0}, r"rope factor must be > 0, got 0"),
+        ({"rope_type": "linear", "factor": 1e999}, r"factor has the value inf"),
+        ({"rope_type": "linear", "factor": 10**400}, r"factor has the value 1000"),
+        ({"rope_type": "linear", "factor": 0}, r"factor must be .*> 0, got 0"),
         (
             {"rope_type": "linear", "factor": 4.0, "attention_factor": 2.0},
             r"rope_type 'linear' with unknown key 'attention_factor'",
@@ -266,6 +274,7 @@ def test_harmless_keys_are_ignored():
         "quantization_config": None,
         "layer_types": ["full_attention", "full_attention"],
         "rope_interleaved": False,
+        "use_mrope": False,
         "is_llama_config": True,
     }
     assert read_model_config(TINY | harmless) == read_model_config(TINY)
