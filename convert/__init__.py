@@ -29,7 +29,7 @@ def convert_checkpoint(
         src: A folder with `config.json` and safetensors, or a `.gguf` file.
         dst: The folder to write. It must not exist, unless `overwrite`.
         dtype: `float32`, `bfloat16` or `float16`; `auto` keeps the source's, which is
-            float32 for a GGUF file.
+            float32 for a quantised GGUF file.
         overwrite: Replace a converted checkpoint, or an empty folder, at `dst`.
         progress: Show one progress bar on stderr.
 
