@@ -225,7 +225,10 @@ def test_what_would_change_the_maths_is_an_error(changes, message):
         ({"rope_type": "linear", "factor": "4"}, r"factor has the value '4'"),
         ({"rope_type": "linear", "factor": 1e999}, r"factor has the value inf"),
         ({"rope_type": "linear", "factor": 10**400}, r"factor has the value 1000"),
-        ({"rope_type": "linear", "factor": 0}, r"factor must be a finite number > 0, got 0"),
+        (
+            {"rope_type": "linear", "factor": 0},
+            r"factor must be a finite number > 0, got 0",
+        ),
         (
             {"rope_type": "linear", "factor": 4.0, "attention_factor": 2.0},
             r"rope_type 'linear' with unknown key 'attention_factor'",
