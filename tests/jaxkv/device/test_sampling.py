@@ -111,6 +111,19 @@ def test_temperature_zero_takes_the_likeliest_token_of_each_row():
     np.testing.assert_array_equal(tokens_of(logits), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("vocab", [384, 257, 200])  # whole tiles, odd, small tiles
+def test_of_equally_likely_tokens_the_first_is_taken(vocab):
+    logits = np.zeros((4, vocab), np.float32)
+    best = [(3, 130), (150, 199), (0, vocab - 1), (127, 128)]
+    for row, ids in enumerate(best):
+        logits[row, list(ids)] = 1.0
+    np.testing.assert_array_equal(tokens_of(logits), [ids[0] for ids in best])
+    # Beside a row that draws, the others take another way to the same tokens.
+    temperature = np.asarray([0, 0, 0, 1e-3], np.float32)
+    tokens = tokens_of(logits, temperature=temperature)
+    np.testing.assert_array_equal(tokens[:3], [3, 150, 0])
+
+
 def test_greedy_gives_ties_to_the_lower_token_id():
     logits = np.zeros((ROWS, VOCAB))
     logits[:, [5, 9, 12]] = 1.0
