@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-_GROUP = 32
-_SINGLE_TILE_KV = 32
+_GROUP = 16
+_SINGLE_TILE_KV = 64
 _TILE_Q = 64
 _TILE_KV = 128
 _LARGE_NEGATIVE = -1e30  # finite, so that exp(masked - max) has no NaN
@@ -82,16 +82,14 @@ def paged_attention_xla(
     blocks = (k_blocks, v_blocks, block_tables)
     single_pool = _make_pool(*blocks, _SINGLE_TILE_KV)
     if tokens <= rows:
+        row, is_real = _row_of_token(tokens, cu_q_lens)
         token = jnp.arange(tokens, dtype=jnp.int32)
-        row = jnp.searchsorted(cu_q_lens[1:], token, side="right").astype(jnp.int32)
-        row = jnp.minimum(row, rows - 1)
         kv_ends = kv_lens[row] - cu_q_lens[row + 1] + token + 1
-        kv_ends = jnp.where(token < cu_q_lens[-1], kv_ends, 0)
+        kv_ends = jnp.where(is_real, kv_ends, 0)
         out, lse = _single_queries(q, row, kv_ends, single_pool, options)
         return out.astype(q.dtype), lse
 
-    # A tile may reach past the last token, and slices clamp instead: make room. The
-    # last line of that room also takes what no token wants.
+    # A tile may reach past the last token, and slices clamp instead: make room.
     tile_q = min(_TILE_Q, tokens)
     padded_q = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0)))
     is_single = cu_q_lens[1:] - cu_q_lens[:-1] == 1
@@ -102,10 +100,12 @@ def paged_attention_xla(
         single_pool,
         options,
     )
-    token = jnp.where(is_single, cu_q_lens[:-1], tokens + tile_q - 1)
+    # Gathered, since a scatter into zeros, which all layers share, would copy them.
+    row, is_real = _row_of_token(tokens + tile_q, cu_q_lens)
+    is_single = (is_real & is_single[row])[:, None]
     result = (
-        jnp.zeros(padded_q.shape, q.dtype).at[token].set(out.astype(q.dtype)),
-        jnp.full(padded_q.shape[:2], -jnp.inf, jnp.float32).at[token].set(lse),
+        jnp.where(is_single[..., None], out[row], 0.0).astype(q.dtype),
+        jnp.where(is_single, lse[row], -jnp.inf),
     )
     out, lse = _query_tiles(
         result,
@@ -117,6 +117,15 @@ def paged_attention_xla(
         options,
     )
     return out[:tokens], lse[:tokens]
+
+
+def _row_of_token(
+    tokens: int, cu_q_lens: Int32[Array, " offsets"]
+) -> tuple[Int32[Array, " tokens"], Bool[Array, " tokens"]]:
+    """Return the row of each token, and whether it is one; padding gets the last."""
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(cu_q_lens[1:], token, side="right").astype(jnp.int32)
+    return jnp.minimum(row, len(cu_q_lens) - 2), token < cu_q_lens[-1]
 
 
 def _make_pool(
@@ -145,6 +154,7 @@ def _single_queries(
     A kv_end of 0 costs nothing and gives output 0 and log-sum-exp -inf.
     """
     singles = kv_ends.shape[0]
+    group = min(_GROUP, 4 * singles)
     grouped = _group_heads(q[:, None], pool, options)
     first_tile = _first_tile(kv_ends - 1, pool, options)
     num_tiles = jnp.maximum((kv_ends + pool.tile_kv - 1) // pool.tile_kv, first_tile)
@@ -154,7 +164,7 @@ def _single_queries(
     starts = ends - num_tiles
 
     def one_group(index: jax.Array, softmax: _Softmax) -> _Softmax:
-        item = index * _GROUP + jnp.arange(_GROUP, dtype=jnp.int32)
+        item = index * group + jnp.arange(group, dtype=jnp.int32)
         single = jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
         is_item = single < singles
         single = jnp.minimum(single, singles - 1)
@@ -179,7 +189,7 @@ def _single_queries(
         )
         return _Softmax(top=top, total=total, acc=acc)
 
-    num_groups = (ends[-1] + _GROUP - 1) // _GROUP
+    num_groups = (ends[-1] + group - 1) // group
     softmax = lax.fori_loop(
         jnp.int32(0), num_groups, one_group, _empty_softmax(grouped)
     )
