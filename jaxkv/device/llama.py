@@ -275,7 +275,9 @@ class Llama(nnx.Module):
         angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(
             rope_frequencies(self.config)
         ).reshape(1, -1)
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        # Without a barrier XLA fuses the trigonometry into every layer's rotation and
+        # does it anew there, for each head.
+        cos, sin = jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
         x = self.embed_tokens.weight[...][token_ids]
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, functools.partial(attend, index))
