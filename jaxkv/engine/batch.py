@@ -30,16 +30,20 @@ class Bucket(NamedTuple):
 def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
     """List the shapes that steps are padded to, smallest first.
 
-    Up to max_num_seqs rows and tokens grow together by powers of two: decoding, and
-    short prompts. Beyond, only the tokens grow: prefill chunks.
+    Up to max_num_seqs rows and tokens grow together: decoding, and short prompts.
+    They double up to 16, where a product's time hardly depends on its rows; from there
+    on they also stop half-way (16, 24, 32, 48, ...), since it does. Beyond
+    max_num_seqs only the tokens grow, doubling: prefill chunks.
     """
-    buckets = []
-    size = 1
-    while size < max_num_seqs:
-        buckets.append(Bucket(size, size))
-        size *= 2
-    rows = size
-    buckets.append(Bucket(rows, rows))
+    rows = 1
+    buckets = [Bucket(rows, rows)]
+    while rows < max_num_seqs:
+        is_power = rows & (rows - 1) == 0
+        if rows < 16:
+            rows *= 2
+        else:
+            rows = rows * 3 // 2 if is_power else rows * 4 // 3
+        buckets.append(Bucket(rows, rows))
     tokens = rows
     while tokens < max_num_batched_tokens:
         tokens *= 2

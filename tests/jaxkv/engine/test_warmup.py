@@ -73,6 +73,12 @@ def test_lazy_warm_up_compiles_each_bucket_once_on_first_use():
         (1, 1, [(1, 1)]),
         (4, 4, [(1, 1), (2, 2), (4, 4)]),
         (3, 9, [(1, 1), (2, 2), (4, 4), (4, 8), (4, 16)]),
+        (20, 24, [(1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (24, 24)]),
+        (
+            49,
+            97,
+            [*((n, n) for n in (1, 2, 4, 8, 16, 24, 32, 48, 64)), (64, 128)],
+        ),
     ],
 )
 def test_buckets_hold_every_step(max_num_seqs, max_num_batched_tokens, expected):
