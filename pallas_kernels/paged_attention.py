@@ -3,10 +3,20 @@
 A kernel raises `NotImplementedError` for a case it cannot do, and only for that.
 """
 
+import functools
+from typing import Any, no_type_check
+
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.decode import check_decode, paged_decode
 
+
+@no_type_check  # it checks its own arguments, in tests and elsewhere
+@functools.partial(
+    jax.jit, static_argnames=("scale", "window", "soft_cap", "interpret")
+)
 def paged_attention_mosaic_gpu(
     q: Float[Array, "tokens q_heads head_dim"],
     k_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
@@ -18,12 +28,92 @@ def paged_attention_mosaic_gpu(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Run ragged paged attention with a Pallas Mosaic GPU kernel.
 
+    A batch with no more tokens than rows is a decoding one; in it each token is a
+    single query for `paged_decode`, also where a row has several.
+
+    Args:
+        q: Queries, the rows' one after another, padding last.
+        k_blocks: One layer's keys.
+        v_blocks: One layer's values, like the keys.
+        block_tables: Each row's blocks in order. Values are the caller's to check.
+        kv_lens: Tokens each row attends to.
+        cu_q_lens: Row r's queries are q[cu_q_lens[r]:cu_q_lens[r + 1]].
+        scale: Factor on the scores.
+        window: Each query sees only its last `window` keys, its own included.
+        soft_cap: Scores become soft_cap * tanh(score / soft_cap).
+        interpret: `plgpu.InterpretGPUParams` to simulate the kernel on a CPU.
+
+    Returns:
+        The outputs in q's dtype, and the float32 log-sum-exp of the scores; 0 and
+        -inf for tokens past cu_q_lens[-1] and for queries that see no key.
+
     Raises:
-        NotImplementedError: Always, so far: no kernel has landed yet.
+        ValueError: Shapes or dtypes do not fit each other.
+        NotImplementedError: No kernel can do this case; the message says what in it.
     """
-    del q, k_blocks, v_blocks, block_tables, kv_lens, cu_q_lens
-    del scale, window, soft_cap
-    raise NotImplementedError("no Mosaic GPU paged attention kernel has landed yet")
+    _check_arguments(q, k_blocks, v_blocks, block_tables, kv_lens, cu_q_lens)
+    tokens, rows = q.shape[0], block_tables.shape[0]
+    if tokens > rows:
+        raise NotImplementedError(
+            f"{tokens} tokens in {rows} rows: ragged prefill has no Mosaic GPU kernel"
+        )
+    check_decode(q, k_blocks)
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(cu_q_lens[1:], token, side="right").astype(jnp.int32)
+    row = jnp.minimum(row, rows - 1)
+    kv_ends = kv_lens[row] - cu_q_lens[row + 1] + token + 1
+    return paged_decode(
+        q,
+        k_blocks,
+        v_blocks,
+        block_tables,
+        row,
+        jnp.where(token < cu_q_lens[-1], jnp.maximum(kv_ends, 0), 0),
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        interpret=interpret,
+    )
+
+
+def _check_arguments(
+    q: jax.Array,
+    k_blocks: jax.Array,
+    v_blocks: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+) -> None:
+    for name, array, dims in (
+        ("q", q, "[tokens, q_heads, head_dim]"),
+        ("k_blocks", k_blocks, "[num_blocks, kv_heads, block_size, head_dim]"),
+        ("block_tables", block_tables, "[rows, width]"),
+    ):
+        if array.ndim != dims.count(",") + 1:
+            raise ValueError(f"{name} has shape {array.shape}, expected {dims}")
+    kv_heads, _, head_dim = k_blocks.shape[1:]
+    rows = block_tables.shape[0]
+    for name, array, expected in (
+        ("v_blocks", v_blocks, k_blocks.shape),
+        ("kv_lens", kv_lens, (rows,)),
+        ("cu_q_lens", cu_q_lens, (rows + 1,)),
+    ):
+        if array.shape != expected:
+            raise ValueError(f"{name} has shape {array.shape}, expected {expected}")
+    if q.shape[2] != head_dim or q.shape[1] % kv_heads:
+        raise ValueError(
+            f"q has shape {q.shape}, expected head_dim {head_dim} and a multiple of "
+            f"{kv_heads} heads, as k_blocks has"
+        )
+    for name, array, dtype in (
+        ("v_blocks", v_blocks, k_blocks.dtype),
+        ("block_tables", block_tables, "int32"),
+        ("kv_lens", kv_lens, "int32"),
+        ("cu_q_lens", cu_q_lens, "int32"),
+    ):
+        if array.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype}, got {array.dtype}")

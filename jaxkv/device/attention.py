@@ -22,7 +22,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "xla": paged_attention_xla,
     "reference": paged_attention_reference,
 }
-_AUTO_ORDER = {"gpu": ("mosaic_gpu", "xla")}
+# "mosaic_gpu" goes before "xla" on "gpu" once it has run on a device.
+_AUTO_ORDER: dict[str, tuple[str, ...]] = {"gpu": ("xla",)}
 
 
 @no_type_check  # it checks its own arguments, in tests and elsewhere

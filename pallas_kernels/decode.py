@@ -1,0 +1,355 @@
+"""Paged attention of single queries on Hopper: a Pallas Mosaic GPU kernel.
+
+One program (a CTA) takes one query token, one KV head and one *split* of the row's
+keys, as in FlashDecoding (Dao et al., 2023); splits are merged by their log-sum-exps.
+Inside, two warpgroups share a ring of `_NUM_STAGES` tiles of 64 keys:
+
+- The *producer* walks the block table and starts one bulk copy per block, for K and
+  for V, straight into shared memory.
+- The *consumer* computes scores and outputs transposed, keys (and head_dim) along the
+  64 rows that wgmma wants and the query heads of the group along its columns, which
+  may be as few as 8. So decoding one token wastes no rows of the tensor core:
+
+      scores[keys, group] = K[keys, head_dim] @ q[group, head_dim].T
+      out[head_dim, group] += V[keys, head_dim].T @ weights[keys, group]
+"""
+
+# Pallas' own classes and names confuse the type checker.
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.merge import merge_partials
+
+_TILE_KV = 64
+_NUM_STAGES = 3
+_NUM_SMS = 132  # H100 and H200
+_CTAS_PER_SM = 2  # by shared memory, at head_dim 128
+_LOG2_E = math.log2(math.e)
+
+
+def check_decode(q: jax.Array, k_blocks: jax.Array) -> None:
+    """Check that the kernel can do such a case.
+
+    Raises:
+        NotImplementedError: It cannot; the message names what.
+    """
+    block_size, head_dim = k_blocks.shape[2:]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"queries of {q.dtype}: only bfloat16 and float16")
+    if k_blocks.dtype != q.dtype:
+        raise NotImplementedError(
+            f"a cache of {k_blocks.dtype} with queries of {q.dtype}"
+        )
+    if head_dim not in (64, 128, 192, 256):
+        raise NotImplementedError(f"head_dim {head_dim}: only 64, 128, 192 and 256")
+    if block_size not in (8, 16, 32, 64, 128):
+        raise NotImplementedError(
+            f"block_size {block_size}: only 8, 16, 32, 64 and 128"
+        )
+
+
+def choose_num_splits(num_programs: int, max_tiles: int) -> int:
+    """Choose into how many parts each row's keys are split.
+
+    One, where the programs fill the multiprocessors without; otherwise the smallest
+    number whose waves of CTAs are at least 85 % as full as the fullest.
+
+    Args:
+        num_programs: Programs of one split: queries times KV heads.
+        max_tiles: Tiles of the longest row that the block tables could hold; no split
+            is left without a tile of its own.
+    """
+    places = _NUM_SMS * _CTAS_PER_SM
+    if num_programs >= places or max_tiles <= 1:
+        return 1
+
+    def fullness(num_splits: int) -> float:
+        waves = num_programs * num_splits / places
+        return waves / math.ceil(waves)
+
+    candidates = range(1, min(max_tiles, places) + 1)
+    wanted = 0.85 * max(map(fullness, candidates))
+    return next(n for n in candidates if fullness(n) >= wanted)
+
+
+def paged_decode(
+    q: Float[Array, "singles q_heads head_dim"],
+    k_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
+    v_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
+    block_tables: Int32[Array, "rows width"],
+    rows: Int32[Array, " singles"],
+    kv_ends: Int32[Array, " singles"],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    num_splits: int | None = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "singles q_heads head_dim"], Float[Array, "singles q_heads"]]:
+    """Attend from single queries, each to keys [0, kv_end) of its row.
+
+    Args:
+        q: One query token each; several may be of one row.
+        k_blocks: One layer's keys.
+        v_blocks: One layer's values.
+        block_tables: Each row's blocks in order.
+        rows: The row of each query.
+        kv_ends: Keys each query attends to; 0 gives output 0 and log-sum-exp -inf.
+        scale: Factor on the scores.
+        window: Each query sees only its last `window` keys.
+        soft_cap: Scores become soft_cap * tanh(score / soft_cap).
+        num_splits: None: by `choose_num_splits`.
+        interpret: `plgpu.InterpretGPUParams` to simulate the kernel on a CPU.
+
+    Returns:
+        The outputs in q's dtype and the float32 log-sum-exp of the scores.
+
+    Raises:
+        NotImplementedError: See `check_decode`.
+    """
+    check_decode(q, k_blocks)
+    singles, q_heads, head_dim = q.shape
+    kv_heads, block_size = k_blocks.shape[1:3]
+    group = q_heads // kv_heads
+    columns = -(-group // 8) * 8  # a multiple of 8 for wgmma
+    if num_splits is None:
+        max_tiles = -(-block_tables.shape[1] * block_size // _TILE_KV)
+        num_splits = choose_num_splits(singles * kv_heads, max_tiles)
+    grouped = q.reshape(singles, kv_heads, group, head_dim)
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, columns - group), (0, 0)))
+
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    ring = plgpu.SMEM((_NUM_STAGES, _TILE_KV, head_dim), q.dtype, transforms=tiled)
+    pieces = _TILE_KV // min(block_size, _TILE_KV)
+    full = plgpu.Barrier(num_arrivals=pieces, num_barriers=_NUM_STAGES)
+    options = {} if interpret is None else {"interpret": interpret}
+    outs, lses = plgpu.kernel(
+        functools.partial(
+            _kernel,
+            num_splits=num_splits,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            is_simulated=interpret is not None,
+        ),
+        out_type=(
+            jax.ShapeDtypeStruct(
+                (num_splits, singles, kv_heads, head_dim, columns), jnp.float32
+            ),
+            jax.ShapeDtypeStruct((num_splits, singles, kv_heads, columns), jnp.float32),
+        ),
+        scratch_types={
+            "q_smem": plgpu.SMEM((columns, head_dim), q.dtype, transforms=tiled),
+            "k_smem": ring,
+            "v_smem": ring,
+            "weights_smem": plgpu.SMEM((columns, _TILE_KV), q.dtype, transforms=tiled),
+            "out_smem": plgpu.SMEM((head_dim, columns), jnp.float32),
+            "lse_smem": plgpu.SMEM((columns,), jnp.float32),
+            "q_barrier": plgpu.Barrier(),
+            "k_barriers": full,
+            "v_barriers": full,
+            "free_barriers": plgpu.Barrier(num_barriers=_NUM_STAGES),
+        },
+        grid=(num_splits, singles, kv_heads),
+        grid_names=("split", "single", "kv_head"),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **options,
+    )(grouped, k_blocks, v_blocks, block_tables, rows, kv_ends)
+    outs = outs.swapaxes(-1, -2)[:, :, :, :group]
+    out, lse = merge_partials(outs, lses[:, :, :, :group])
+    return out.astype(q.dtype).reshape(q.shape), lse.reshape(singles, q_heads)
+
+
+def _kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    tables_ref,
+    rows_ref,
+    kv_ends_ref,
+    out_ref,
+    lse_ref,
+    *,
+    q_smem,
+    k_smem,
+    v_smem,
+    weights_smem,
+    out_smem,
+    lse_smem,
+    q_barrier,
+    k_barriers,
+    v_barriers,
+    free_barriers,
+    num_splits: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    is_simulated: bool,
+):
+    """One split of one query's keys, for one KV head; see the module's docstring."""
+    split, single = lax.axis_index("split"), lax.axis_index("single")
+    kv_head = lax.axis_index("kv_head")
+    kv_end = kv_ends_ref[single]
+    kv_begin = jnp.int32(0) if window is None else jnp.maximum(kv_end - window, 0)
+    first = kv_begin // _TILE_KV
+    num_tiles = (kv_end + _TILE_KV - 1) // _TILE_KV - first
+    per_split = (num_tiles + num_splits - 1) // num_splits
+    first += split * per_split
+    num_tiles = jnp.clip(num_tiles - split * per_split, 0, per_split)
+
+    @pl.when(lax.axis_index("warpgroup") == 0)
+    def _produce():
+        plgpu.copy_gmem_to_smem(q_ref.at[single, kv_head], q_smem, q_barrier)
+        row = rows_ref[single]
+        block_size = k_ref.shape[2]
+        piece = min(block_size, _TILE_KV)
+        last_block = jnp.maximum(kv_end - 1, 0) // block_size
+
+        def one_tile(index, carry):
+            stage = index % _NUM_STAGES
+
+            @pl.when(index >= _NUM_STAGES)
+            def _wait_until_free():
+                plgpu.barrier_wait(free_barriers.at[stage])
+
+            # Past the end the last block comes again: barriers count on every copy.
+            key = (first + index) * _TILE_KV
+            sources = []
+            for offset in range(0, _TILE_KV, piece):
+                block = jnp.minimum((key + offset) // block_size, last_block)
+                inside = (key + offset) % block_size if piece < block_size else 0
+                sources.append((tables_ref[row, block], pl.ds(inside, piece), offset))
+            for pool, ring, barriers in (
+                (k_ref, k_smem, k_barriers),
+                (v_ref, v_smem, v_barriers),
+            ):
+                for block_id, keys, offset in sources:
+                    plgpu.copy_gmem_to_smem(
+                        pool.at[block_id, kv_head, keys],
+                        ring.at[stage, pl.ds(offset, piece)],
+                        barriers.at[stage],
+                    )
+            return carry
+
+        lax.fori_loop(0, num_tiles, one_tile, ())
+
+        def observe(index, carry):
+            plgpu.barrier_wait(free_barriers.at[index % _NUM_STAGES])
+            return carry
+
+        # Every completion of a barrier must be observed before the kernel ends.
+        lax.fori_loop(jnp.maximum(num_tiles - _NUM_STAGES, 0), num_tiles, observe, ())
+
+    @pl.when(lax.axis_index("warpgroup") == 1)
+    def _consume():
+        head_dim, columns = out_smem.shape
+        registers = _Registers(is_simulated)
+        plgpu.barrier_wait(q_barrier)
+
+        def one_tile(index, carry):
+            top, total, acc = carry
+            stage = index % _NUM_STAGES
+            key = (first + index) * _TILE_KV
+            plgpu.barrier_wait(k_barriers.at[stage])
+            scores = _product((_TILE_KV, columns), k_smem.at[stage], q_smem.T) * scale
+            if soft_cap is not None:
+                scores = soft_cap * jnp.tanh(scores / soft_cap)
+            key_index = key + registers.iota((_TILE_KV, columns), 0)
+            visible = key_index < kv_end
+            if window is not None:
+                visible &= key_index >= kv_begin
+            scores = jnp.where(visible, scores * _LOG2_E, -jnp.inf)
+            # A tile has at least one visible key, so the new top is finite.
+            new_top = jnp.maximum(top, scores.max(axis=0))
+            decay = jnp.exp2(top - new_top)
+            weights = jnp.exp2(scores - _along_columns(new_top, scores.shape))
+            total = total * _along_columns(decay, total.shape) + weights
+            acc = acc * _along_columns(decay, acc.shape)
+            registers.store_transposed(weights_smem, weights.astype(q_smem.dtype))
+            plgpu.barrier_wait(v_barriers.at[stage])
+
+            @pl.when(key + _TILE_KV > kv_end)
+            def _zero_unwritten_values():  # they may hold NaN, and 0 * NaN is NaN
+                values = v_smem.at[stage]
+                key_index = key + registers.iota((_TILE_KV, head_dim), 0)
+                read = values[...]
+                values[...] = jnp.where(key_index < kv_end, read, jnp.zeros_like(read))
+
+            plgpu.commit_smem()
+            acc += _product(acc.shape, v_smem.at[stage].T, weights_smem.T)
+            plgpu.barrier_arrive(free_barriers.at[stage])
+            return new_top, total, acc
+
+        top, total, acc = lax.fori_loop(
+            0,
+            num_tiles,
+            one_tile,
+            (
+                registers.full((columns,), -jnp.inf),
+                registers.full((_TILE_KV, columns), 0.0),
+                registers.full((head_dim, columns), 0.0),
+            ),
+        )
+        total = total.sum(axis=0)
+        inverse = jnp.where(total > 0, 1.0 / total, 0.0)
+        out_smem[...] = acc * _along_columns(inverse, acc.shape)
+        lse_smem[...] = (top + jnp.log2(total)) / _LOG2_E
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[split, single, kv_head])
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[split, single, kv_head])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _product(shape: tuple[int, int], left, right):
+    """Return left @ right as float32 registers; both operands in shared memory."""
+
+    def multiply(acc_ref):
+        plgpu.wgmma(acc_ref, left, right)
+        return acc_ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
+def _along_columns(x, shape: tuple[int, ...]):
+    """Repeat a value per column down the rows."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+class _Registers:
+    """Values in wgmma's register layout; in a simulation, which has none, in any."""
+
+    def __init__(self, is_simulated: bool):
+        self.is_simulated = is_simulated
+
+    def full(self, shape: tuple[int, ...], value: float):
+        x = jnp.full(shape, value, jnp.float32)
+        if self.is_simulated:
+            return x
+        layout = plgpu.Layout.WGMMA
+        return plgpu.layout_cast(x, layout if len(shape) == 2 else layout.reduce(0))
+
+    def iota(self, shape: tuple[int, int], dimension: int):
+        if self.is_simulated:
+            return lax.broadcasted_iota(jnp.int32, shape, dimension)
+        return plgpu.broadcasted_iota(
+            jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA
+        )
+
+    def store_transposed(self, ref, x) -> None:
+        """Store x.T: wgmma wants the long side of its right operand contiguous."""
+        if self.is_simulated:
+            ref[...] = x.T
+        else:
+            ref.T[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)

@@ -1,0 +1,240 @@
+"""The decode kernel in Pallas' GPU interpreter, which sees races and bad accesses."""
+
+import dataclasses
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import decode, paged_attention_mosaic_gpu
+from tests.helpers import Workload, dense_attention, random_paged_case
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+# Weights are rounded to q's dtype before they meet the values, and so is the output.
+TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
+LSE_TOLERANCE = 1e-5
+
+# Lengths straddle blocks and tiles (64) and fill the ring of 3 stages more than once;
+# dtypes, head_dims, groups, block sizes, windows and soft caps are paired, not crossed.
+CASES = [
+    (
+        Workload(rows=((1, 1), (1, 16), (1, 17)), head_dim=64, block_size=16),
+        "bfloat16",
+        {},
+    ),
+    (
+        Workload(rows=((1, 63), (1, 64), (1, 65)), q_heads=9, kv_heads=3, head_dim=64),
+        "float16",
+        {"soft_cap": 2.0},
+    ),
+    (
+        Workload(
+            rows=((1, 257), (0, 5), (1, 0)), kv_heads=1, head_dim=128, block_size=32
+        ),
+        "bfloat16",
+        {"window": 70},
+    ),
+    (
+        Workload(
+            rows=((2, 130), (0, 0)),
+            q_heads=2,
+            head_dim=64,
+            block_size=64,
+            padding_rows=1,
+            padding_tokens=1,
+        ),
+        "float16",
+        {"window": 1},
+    ),
+    (
+        Workload(rows=((1, 200),), q_heads=18, head_dim=64, block_size=128),
+        "bfloat16",
+        {"soft_cap": 30.0, "window": 64, "scale": 0.3},
+    ),
+    (
+        Workload(rows=((1, 129),), q_heads=1, kv_heads=1, head_dim=256),
+        "float16",
+        {},
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_interpreter():
+    yield
+    interpreter.reset_gpu_interpret_mode_state()
+
+
+def arguments_of(case, dtype):
+    """The kernel's arguments, and the case with the queries that it gets."""
+    q = jnp.asarray(case.q, dtype)
+    layer = case.cache.layers[0]
+    arguments = (
+        q,
+        layer.k,
+        layer.v,
+        jnp.asarray(case.block_tables),
+        jnp.asarray(case.kv_lens),
+        jnp.asarray(case.cu_q_lens),
+    )
+    return arguments, dataclasses.replace(case, q=np.asarray(q, np.float32))
+
+
+@pytest.mark.parametrize(("workload", "dtype", "options"), CASES)
+def test_equals_dense_softmax_without_a_race(workload, dtype, options):
+    case = random_paged_case(workload, dtype=dtype, unused=np.nan)
+    arguments, rounded = arguments_of(case, dtype)
+    scale = options.get("scale", workload.head_dim**-0.5)
+    out, lse = paged_attention_mosaic_gpu(
+        *arguments, **(options | {"scale": scale}), interpret=INTERPRET
+    )
+    assert out.dtype == dtype
+    expected_out, expected_lse = dense_attention(rounded, **options)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float32), expected_out, atol=TOLERANCE[dtype], rtol=0
+    )
+    np.testing.assert_allclose(lse, expected_lse, atol=LSE_TOLERANCE, rtol=0)
+
+
+LONG = Workload(rows=((1, 300), (1, 20)), kv_heads=1, head_dim=64, block_size=16)
+
+
+def run_decode(module, workload=LONG, **options):
+    """Run a module's `paged_decode`; return its error against the dense softmax."""
+    case = random_paged_case(workload, dtype="bfloat16", unused=np.nan)
+    (q, k, v, tables, kv_lens, _), rounded = arguments_of(case, "bfloat16")
+    rows = jnp.arange(len(workload.rows), dtype=jnp.int32)
+    out, lse = module.paged_decode(
+        q,
+        k,
+        v,
+        tables,
+        rows,
+        kv_lens,
+        scale=workload.head_dim**-0.5,
+        interpret=INTERPRET,
+        **options,
+    )
+    expected_out, expected_lse = dense_attention(rounded)
+    return (
+        np.abs(np.asarray(out, np.float32) - expected_out).max(),
+        np.abs(lse - expected_lse).max(),
+    )
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7])  # 5 tiles: one, uneven, empty ones
+def test_the_number_of_splits_changes_nothing(num_splits):
+    out_error, lse_error = run_decode(decode, num_splits=num_splits)
+    assert out_error < TOLERANCE["bfloat16"]
+    assert lse_error < LSE_TOLERANCE
+
+
+# Each fault is an edit of the kernel's source: what it was, what it becomes.
+WRONG_VALUES = {
+    "values taken from the keys": ("(v_ref, v_smem,", "(k_ref, v_smem,"),
+    "the mask off by one": (
+        "visible = key_index < kv_end",
+        "visible = key_index <= kv_end",
+    ),
+    "the last block left out": (
+        "last_block = jnp.maximum(kv_end - 1, 0) // block_size",
+        "last_block = jnp.maximum((kv_end - 1) // block_size - 1, 0)",
+    ),
+    "unwritten values left as they are": ("jnp.zeros_like(read)", "read"),
+    "splits merged unweighted": (
+        "merge_partials(outs, lses[:, :, :, :group])",
+        "outs.mean(0), lses[:, :, :, :group].max(0)",
+    ),
+}
+RACES = {
+    "no wait for a free slot": (
+        "plgpu.barrier_wait(free_barriers.at[stage])",
+        "pass",
+    ),
+    "no wait for the keys": ("plgpu.barrier_wait(k_barriers.at[stage])", "pass"),
+    "no commit before the copy out": (
+        "plgpu.commit_smem()\n        plgpu.copy_smem_to_gmem(out_smem",
+        "plgpu.copy_smem_to_gmem(out_smem",
+    ),
+}
+
+
+def with_edit(old, new):
+    """The kernel's module with one place of its source changed."""
+    source = Path(decode.__file__).read_text()
+    assert source.count(old) == 1, f"{old!r} is not in the kernel just once"
+    module = types.ModuleType("edited")
+    exec(compile(source.replace(old, new), "edited", "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("fault", WRONG_VALUES)
+def test_values_show_a_planted_fault(fault):
+    out_error, lse_error = run_decode(with_edit(*WRONG_VALUES[fault]), num_splits=2)
+    # NaN compares as not less, too.
+    assert not (out_error < 10 * TOLERANCE["bfloat16"] and lse_error < LSE_TOLERANCE)
+
+
+@pytest.mark.parametrize("fault", RACES)
+def test_the_race_detector_shows_a_planted_fault(fault):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        run_decode(with_edit(*RACES[fault]), num_splits=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"q": "float32", "cache": "float32"}, "queries of float32"),
+        ({"cache": "float16"}, "a cache of float16"),
+        ({"head_dim": 80}, "head_dim 80"),
+        ({"block_size": 4}, "block_size 4"),
+        ({"rows": ((2, 5),)}, "2 tokens in 1 rows"),
+    ],
+)
+def test_what_no_kernel_can_do_is_named(changes, named):
+    dtypes = {"q": "bfloat16", "cache": "bfloat16"}
+    dtypes |= {name: changes[name] for name in dtypes if name in changes}
+    shape = {name: value for name, value in changes.items() if name not in dtypes}
+    workload = Workload(**{"rows": ((1, 5),), "head_dim": 64} | shape)
+    case = random_paged_case(workload, dtype=dtypes["cache"])
+    arguments, _ = arguments_of(case, dtypes["q"])
+    with pytest.raises(NotImplementedError, match=named):
+        paged_attention_mosaic_gpu(*arguments, scale=1.0)
+
+
+def test_arguments_that_do_not_fit_are_named():
+    case = random_paged_case(Workload(rows=((1, 5),), head_dim=64), dtype="bfloat16")
+    names = ("q", "k_blocks", "v_blocks", "block_tables", "kv_lens", "cu_q_lens")
+    arguments = dict(zip(names, arguments_of(case, "bfloat16")[0], strict=True))
+    wrong = {
+        "q": arguments["q"][:, :3],
+        "k_blocks": arguments["k_blocks"][0],
+        "v_blocks": arguments["v_blocks"].astype("float16"),
+        "block_tables": arguments["block_tables"].astype("uint32"),
+        "kv_lens": jnp.zeros(2, jnp.int32),
+        "cu_q_lens": arguments["cu_q_lens"][1:],
+    }
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"^{name} "):
+            paged_attention_mosaic_gpu(**(arguments | {name: value}), scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "max_tiles", "expected"),
+    [
+        (8, 1, 1),  # nothing to split
+        (264, 128, 1),  # full without: 132 multiprocessors, 2 programs each
+        (512, 128, 1),
+        (132, 128, 2),  # 264 of 264
+        (8, 128, 29),  # 232 of 264 is the first within 85 % of 33 splits' 264
+        (8, 16, 14),  # no more than 16 tiles: 128 of 264, 85 % of that is 109
+        (200, 128, 5),  # 1..4 fill their waves by 76 %, 5 by 95 %
+    ],
+)
+def test_splits_fill_the_multiprocessors(num_programs, max_tiles, expected):
+    assert decode.choose_num_splits(num_programs, max_tiles) == expected
