@@ -1,6 +1,7 @@
 """The decode kernel in Pallas' GPU interpreter, which sees races and bad accesses."""
 
 import dataclasses
+import re
 import types
 from pathlib import Path
 
@@ -94,6 +95,8 @@ def test_equals_dense_softmax_without_a_race(workload, dtype, options):
         *arguments, **(options | {"scale": scale}), interpret=INTERPRET
     )
     assert out.dtype == dtype
+    jax.block_until_ready((out, lse))
+    assert not interpreter.get_races().races_found
     expected_out, expected_lse = dense_attention(rounded, **options)
     np.testing.assert_allclose(
         np.asarray(out, np.float32), expected_out, atol=TOLERANCE[dtype], rtol=0
@@ -120,6 +123,8 @@ def run_decode(module, workload=LONG, **options):
         interpret=INTERPRET,
         **options,
     )
+    jax.block_until_ready((out, lse))
+    assert not interpreter.get_races().races_found
     expected_out, expected_lse = dense_attention(rounded)
     return (
         np.abs(np.asarray(out, np.float32) - expected_out).max(),
@@ -181,9 +186,12 @@ def test_values_show_a_planted_fault(fault):
 
 
 @pytest.mark.parametrize("fault", RACES)
-def test_the_race_detector_shows_a_planted_fault(fault):
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+def test_the_interpreter_shows_a_planted_fault(fault):
+    # A race is raised, or stops the interpreter's count of barriers, or, in jax 0.11.2,
+    # is only noted.
+    with pytest.raises((jax.errors.JaxRuntimeError, AssertionError)) as caught:
         run_decode(with_edit(*RACES[fault]), num_splits=1)
+    assert re.search("RACE DETECTED|no threads observed|races_found", str(caught.value))
 
 
 @pytest.mark.parametrize(
