@@ -29,33 +29,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.merge import merge_partials
+from pallas_kernels.mosaic import (
+    SWIZZLED,
+    TILE_KV,
+    Registers,
+    Ring,
+    check_supported,
+    produce,
+    product,
+    ring_scratch,
+    zero_from,
+)
 
-_TILE_KV = 64
 _NUM_STAGES = 3
 _NUM_SMS = 132  # H100 and H200
 _CTAS_PER_SM = 2  # by shared memory, at head_dim 128
 _LOG2_E = math.log2(math.e)
-
-
-def check_decode(q: jax.Array, k_blocks: jax.Array) -> None:
-    """Check that the kernel can do such a case.
-
-    Raises:
-        NotImplementedError: It cannot; the message names what.
-    """
-    block_size, head_dim = k_blocks.shape[2:]
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"queries of {q.dtype}: only bfloat16 and float16")
-    if k_blocks.dtype != q.dtype:
-        raise NotImplementedError(
-            f"a cache of {k_blocks.dtype} with queries of {q.dtype}"
-        )
-    if head_dim not in (64, 128, 192, 256):
-        raise NotImplementedError(f"head_dim {head_dim}: only 64, 128, 192 and 256")
-    if block_size not in (8, 16, 32, 64, 128):
-        raise NotImplementedError(
-            f"block_size {block_size}: only 8, 16, 32, 64 and 128"
-        )
 
 
 def choose_num_splits(num_programs: int, max_tiles: int) -> int:
@@ -115,23 +104,18 @@ def paged_decode(
         The outputs in q's dtype and the float32 log-sum-exp of the scores.
 
     Raises:
-        NotImplementedError: See `check_decode`.
+        NotImplementedError: See `check_supported`.
     """
-    check_decode(q, k_blocks)
+    check_supported(q, k_blocks)
     singles, q_heads, head_dim = q.shape
     kv_heads, block_size = k_blocks.shape[1:3]
     group = q_heads // kv_heads
     columns = -(-group // 8) * 8  # a multiple of 8 for wgmma
     if num_splits is None:
-        max_tiles = -(-block_tables.shape[1] * block_size // _TILE_KV)
+        max_tiles = -(-block_tables.shape[1] * block_size // TILE_KV)
         num_splits = choose_num_splits(singles * kv_heads, max_tiles)
     grouped = q.reshape(singles, kv_heads, group, head_dim)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, columns - group), (0, 0)))
-
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    ring = plgpu.SMEM((_NUM_STAGES, _TILE_KV, head_dim), q.dtype, transforms=tiled)
-    pieces = _TILE_KV // min(block_size, _TILE_KV)
-    full = plgpu.Barrier(num_arrivals=pieces, num_barriers=_NUM_STAGES)
     options = {} if interpret is None else {"interpret": interpret}
     outs, lses = plgpu.kernel(
         functools.partial(
@@ -149,16 +133,14 @@ def paged_decode(
             jax.ShapeDtypeStruct((num_splits, singles, kv_heads, columns), jnp.float32),
         ),
         scratch_types={
-            "q_smem": plgpu.SMEM((columns, head_dim), q.dtype, transforms=tiled),
-            "k_smem": ring,
-            "v_smem": ring,
-            "weights_smem": plgpu.SMEM((columns, _TILE_KV), q.dtype, transforms=tiled),
+            "ring": ring_scratch(_NUM_STAGES, k_blocks),
+            "q_smem": plgpu.SMEM((columns, head_dim), q.dtype, transforms=SWIZZLED),
+            "weights_smem": plgpu.SMEM(
+                (columns, TILE_KV), q.dtype, transforms=SWIZZLED
+            ),
             "out_smem": plgpu.SMEM((head_dim, columns), jnp.float32),
             "lse_smem": plgpu.SMEM((columns,), jnp.float32),
-            "q_barrier": plgpu.Barrier(),
-            "k_barriers": full,
-            "v_barriers": full,
-            "free_barriers": plgpu.Barrier(num_barriers=_NUM_STAGES),
+            "q_ready": plgpu.Barrier(),
         },
         grid=(num_splits, singles, kv_heads),
         grid_names=("split", "single", "kv_head"),
@@ -182,16 +164,12 @@ def _kernel(
     out_ref,
     lse_ref,
     *,
+    ring: Ring,
     q_smem,
-    k_smem,
-    v_smem,
     weights_smem,
     out_smem,
     lse_smem,
-    q_barrier,
-    k_barriers,
-    v_barriers,
-    free_barriers,
+    q_ready,
     num_splits: int,
     scale: float,
     window: int | None,
@@ -203,70 +181,41 @@ def _kernel(
     kv_head = lax.axis_index("kv_head")
     kv_end = kv_ends_ref[single]
     kv_begin = jnp.int32(0) if window is None else jnp.maximum(kv_end - window, 0)
-    first = kv_begin // _TILE_KV
-    num_tiles = (kv_end + _TILE_KV - 1) // _TILE_KV - first
+    first = kv_begin // TILE_KV
+    num_tiles = (kv_end + TILE_KV - 1) // TILE_KV - first
     per_split = (num_tiles + num_splits - 1) // num_splits
     first += split * per_split
     num_tiles = jnp.clip(num_tiles - split * per_split, 0, per_split)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _produce():
-        plgpu.copy_gmem_to_smem(q_ref.at[single, kv_head], q_smem, q_barrier)
-        row = rows_ref[single]
-        block_size = k_ref.shape[2]
-        piece = min(block_size, _TILE_KV)
-        last_block = jnp.maximum(kv_end - 1, 0) // block_size
-
-        def one_tile(index, carry):
-            stage = index % _NUM_STAGES
-
-            @pl.when(index >= _NUM_STAGES)
-            def _wait_until_free():
-                plgpu.barrier_wait(free_barriers.at[stage])
-
-            # Past the end the last block comes again: barriers count on every copy.
-            key = (first + index) * _TILE_KV
-            sources = []
-            for offset in range(0, _TILE_KV, piece):
-                block = jnp.minimum((key + offset) // block_size, last_block)
-                inside = (key + offset) % block_size if piece < block_size else 0
-                sources.append((tables_ref[row, block], pl.ds(inside, piece), offset))
-            for pool, ring, barriers in (
-                (k_ref, k_smem, k_barriers),
-                (v_ref, v_smem, v_barriers),
-            ):
-                for block_id, keys, offset in sources:
-                    plgpu.copy_gmem_to_smem(
-                        pool.at[block_id, kv_head, keys],
-                        ring.at[stage, pl.ds(offset, piece)],
-                        barriers.at[stage],
-                    )
-            return carry
-
-        lax.fori_loop(0, num_tiles, one_tile, ())
-
-        def observe(index, carry):
-            plgpu.barrier_wait(free_barriers.at[index % _NUM_STAGES])
-            return carry
-
-        # Every completion of a barrier must be observed before the kernel ends.
-        lax.fori_loop(jnp.maximum(num_tiles - _NUM_STAGES, 0), num_tiles, observe, ())
+        plgpu.copy_gmem_to_smem(q_ref.at[single, kv_head], q_smem, q_ready)
+        produce(
+            ring,
+            k_ref,
+            v_ref,
+            tables_ref,
+            row=rows_ref[single],
+            kv_head=kv_head,
+            kv_end=kv_end,
+            tiles=(first, num_tiles),
+        )
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _consume():
         head_dim, columns = out_smem.shape
-        registers = _Registers(is_simulated)
-        plgpu.barrier_wait(q_barrier)
+        registers = Registers(is_simulated)
+        plgpu.barrier_wait(q_ready)
 
         def one_tile(index, carry):
             top, total, acc = carry
             stage = index % _NUM_STAGES
-            key = (first + index) * _TILE_KV
-            plgpu.barrier_wait(k_barriers.at[stage])
-            scores = _product((_TILE_KV, columns), k_smem.at[stage], q_smem.T) * scale
+            key = (first + index) * TILE_KV
+            plgpu.barrier_wait(ring.k_ready.at[stage])
+            scores = product((TILE_KV, columns), ring.k.at[stage], q_smem.T) * scale
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)
-            key_index = key + registers.iota((_TILE_KV, columns), 0)
+            key_index = key + registers.iota((TILE_KV, columns), 0)
             visible = key_index < kv_end
             if window is not None:
                 visible &= key_index >= kv_begin
@@ -278,18 +227,15 @@ def _kernel(
             total = total * _along_columns(decay, total.shape) + weights
             acc = acc * _along_columns(decay, acc.shape)
             registers.store_transposed(weights_smem, weights.astype(q_smem.dtype))
-            plgpu.barrier_wait(v_barriers.at[stage])
+            plgpu.barrier_wait(ring.v_ready.at[stage])
 
-            @pl.when(key + _TILE_KV > kv_end)
-            def _zero_unwritten_values():  # they may hold NaN, and 0 * NaN is NaN
-                values = v_smem.at[stage]
-                key_index = key + registers.iota((_TILE_KV, head_dim), 0)
-                read = values[...]
-                values[...] = jnp.where(key_index < kv_end, read, jnp.zeros_like(read))
+            @pl.when(key + TILE_KV > kv_end)
+            def _zero_unwritten_values():
+                zero_from(ring.v.at[stage], kv_end - key, registers)
 
             plgpu.commit_smem()
-            acc += _product(acc.shape, v_smem.at[stage].T, weights_smem.T)
-            plgpu.barrier_arrive(free_barriers.at[stage])
+            acc += product(acc.shape, ring.v.at[stage].T, weights_smem.T)
+            plgpu.barrier_arrive(ring.free.at[stage])
             return new_top, total, acc
 
         top, total, acc = lax.fori_loop(
@@ -297,8 +243,8 @@ def _kernel(
             num_tiles,
             one_tile,
             (
-                registers.full((columns,), -jnp.inf),
-                registers.full((_TILE_KV, columns), 0.0),
+                registers.full_reduced(columns, -jnp.inf, axis=0),
+                registers.full((TILE_KV, columns), 0.0),
                 registers.full((head_dim, columns), 0.0),
             ),
         )
@@ -312,44 +258,6 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _product(shape: tuple[int, int], left, right):
-    """Return left @ right as float32 registers; both operands in shared memory."""
-
-    def multiply(acc_ref):
-        plgpu.wgmma(acc_ref, left, right)
-        return acc_ref[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-
-
 def _along_columns(x, shape: tuple[int, ...]):
     """Repeat a value per column down the rows."""
     return lax.broadcast_in_dim(x, shape, [1])
-
-
-class _Registers:
-    """Values in wgmma's register layout; in a simulation, which has none, in any."""
-
-    def __init__(self, is_simulated: bool):
-        self.is_simulated = is_simulated
-
-    def full(self, shape: tuple[int, ...], value: float):
-        x = jnp.full(shape, value, jnp.float32)
-        if self.is_simulated:
-            return x
-        layout = plgpu.Layout.WGMMA
-        return plgpu.layout_cast(x, layout if len(shape) == 2 else layout.reduce(0))
-
-    def iota(self, shape: tuple[int, int], dimension: int):
-        if self.is_simulated:
-            return lax.broadcasted_iota(jnp.int32, shape, dimension)
-        return plgpu.broadcasted_iota(
-            jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA
-        )
-
-    def store_transposed(self, ref, x) -> None:
-        """Store x.T: wgmma wants the long side of its right operand contiguous."""
-        if self.is_simulated:
-            ref[...] = x.T
-        else:
-            ref.T[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)

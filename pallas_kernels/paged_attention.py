@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.decode import check_decode, paged_decode
+from pallas_kernels.decode import paged_decode
+from pallas_kernels.prefill import paged_prefill
 
 
 @no_type_check  # it checks its own arguments, in tests and elsewhere
@@ -33,7 +34,8 @@ def paged_attention_mosaic_gpu(
     """Run ragged paged attention with a Pallas Mosaic GPU kernel.
 
     A batch with no more tokens than rows is a decoding one; in it each token is a
-    single query for `paged_decode`, also where a row has several.
+    single query for `paged_decode`, also where a row has several. Others go to
+    `paged_prefill`, their rows of one query too.
 
     Args:
         q: Queries, the rows' one after another, padding last.
@@ -56,12 +58,17 @@ def paged_attention_mosaic_gpu(
         NotImplementedError: No kernel can do this case; the message says what in it.
     """
     _check_arguments(q, k_blocks, v_blocks, block_tables, kv_lens, cu_q_lens)
+    options = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "interpret": interpret,
+    }
     tokens, rows = q.shape[0], block_tables.shape[0]
     if tokens > rows:
-        raise NotImplementedError(
-            f"{tokens} tokens in {rows} rows: ragged prefill has no Mosaic GPU kernel"
+        return paged_prefill(
+            q, k_blocks, v_blocks, block_tables, kv_lens, cu_q_lens, **options
         )
-    check_decode(q, k_blocks)
     token = jnp.arange(tokens, dtype=jnp.int32)
     row = jnp.searchsorted(cu_q_lens[1:], token, side="right").astype(jnp.int32)
     row = jnp.minimum(row, rows - 1)
@@ -73,10 +80,7 @@ def paged_attention_mosaic_gpu(
         block_tables,
         row,
         jnp.where(token < cu_q_lens[-1], jnp.maximum(kv_ends, 0), 0),
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        interpret=interpret,
+        **options,
     )
 
 

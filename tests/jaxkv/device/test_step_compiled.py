@@ -154,7 +154,7 @@ def llama_8b_cache_config():
     )
 
 
-def llama_8b_decode_step():
+def llama_8b_decode_step(implementation):
     """Compile Llama-3.1-8B's decode step of 64 rows for an H200, and describe it."""
     config = ModelConfig(
         vocab_size=128256,
@@ -180,7 +180,9 @@ def llama_8b_decode_step():
     )
     # By name: the default backend of this process is not the one compiled for.
     step = make_step(
-        config, num_token_ids=config.vocab_size, attention_implementation="xla"
+        config,
+        num_token_ids=config.vocab_size,
+        attention_implementation=implementation,
     )
     compiled = gpu_target.compile_for_h200(
         step,
@@ -201,8 +203,11 @@ def llama_8b_decode_step():
 
 
 @pytest.mark.slow
-def test_an_h200_decodes_llama_8b_with_every_pool_in_place_and_none_copied():
-    step = gpu_target.call(llama_8b_decode_step)
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_an_h200_decodes_llama_8b_with_every_pool_in_place_and_none_copied(
+    implementation,
+):
+    step = gpu_target.call(llama_8b_decode_step, implementation=implementation)
     config = llama_8b_cache_config()
     use = pool_use(step["text"], elements_of_a_pool(config))
     assert use == PoolUse(num_writes=2 * LLAMA_8B_LAYERS, made=[])
@@ -210,6 +215,8 @@ def test_an_h200_decodes_llama_8b_with_every_pool_in_place_and_none_copied():
     # Not even one pool fits in there. It is six float32 [64, 128256] arrays, 197 MB,
     # of sampling, however many the layers.
     assert step["temp_bytes"] < config.total_bytes / (2 * LLAMA_8B_LAYERS)
+    num_kernels = step["text"].count('custom_call_target="mosaic_gpu')
+    assert num_kernels == (LLAMA_8B_LAYERS if implementation == "mosaic_gpu" else 0)
 
 
 @pytest.mark.parametrize("found", [None, "0.11.1"])

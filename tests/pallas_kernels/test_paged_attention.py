@@ -1,7 +1,8 @@
-"""The decode kernel in Pallas' GPU interpreter, which sees races and bad accesses."""
+"""The kernels in Pallas' GPU interpreter, which sees races and bad accesses."""
 
 import dataclasses
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import decode, paged_attention_mosaic_gpu
+from pallas_kernels import decode, mosaic, paged_attention_mosaic_gpu, prefill
 from tests.helpers import Workload, dense_attention, random_paged_case
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -62,6 +63,35 @@ CASES = [
         "float16",
         {},
     ),
+    # More tokens than rows: the kernel for prefill. Query tiles hold 64, 42 and 8
+    # tokens here.
+    (
+        Workload(
+            rows=((65, 65), (1, 70), (0, 3), (5, 66)),
+            head_dim=64,
+            block_size=16,
+            padding_rows=1,
+            padding_tokens=3,
+        ),
+        "bfloat16",
+        {},
+    ),
+    (
+        Workload(rows=((43, 140),), q_heads=9, kv_heads=3, head_dim=64, block_size=32),
+        "float16",
+        {"window": 50, "soft_cap": 3.0},
+    ),
+    (
+        Workload(
+            rows=((9, 200), (2, 2), (1, 0)),
+            q_heads=16,
+            kv_heads=1,
+            head_dim=128,
+            block_size=128,
+        ),
+        "bfloat16",
+        {"window": 1, "scale": 0.3},
+    ),
 ]
 
 
@@ -104,32 +134,43 @@ def test_equals_dense_softmax_without_a_race(workload, dtype, options):
     np.testing.assert_allclose(lse, expected_lse, atol=LSE_TOLERANCE, rtol=0)
 
 
-LONG = Workload(rows=((1, 300), (1, 20)), kv_heads=1, head_dim=64, block_size=16)
+DECODE = Workload(rows=((1, 300), (1, 20)), kv_heads=1, head_dim=64, block_size=16)
+PREFILL = Workload(rows=((70, 300),), head_dim=64, block_size=16)
 
 
-def run_decode(module, workload=LONG, **options):
+def run_decode(module, **options):
     """Run a module's `paged_decode`; return its error against the dense softmax."""
-    case = random_paged_case(workload, dtype="bfloat16", unused=np.nan)
+    case = random_paged_case(DECODE, dtype="bfloat16", unused=np.nan)
     (q, k, v, tables, kv_lens, _), rounded = arguments_of(case, "bfloat16")
-    rows = jnp.arange(len(workload.rows), dtype=jnp.int32)
-    out, lse = module.paged_decode(
-        q,
-        k,
-        v,
-        tables,
-        rows,
-        kv_lens,
-        scale=workload.head_dim**-0.5,
-        interpret=INTERPRET,
-        **options,
+    rows = jnp.arange(len(DECODE.rows), dtype=jnp.int32)
+    result = module.paged_decode(
+        q, k, v, tables, rows, kv_lens, scale=0.125, interpret=INTERPRET, **options
     )
-    jax.block_until_ready((out, lse))
+    return errors(result, rounded)
+
+
+def run_prefill(module):
+    """Run a module's `paged_prefill`; return its error against the dense softmax."""
+    case = random_paged_case(PREFILL, dtype="bfloat16", unused=np.nan)
+    arguments, rounded = arguments_of(case, "bfloat16")
+    result = module.paged_prefill(*arguments, scale=0.125, interpret=INTERPRET)
+    return errors(result, rounded)
+
+
+def errors(result, case):
+    out, lse = jax.block_until_ready(result)
     assert not interpreter.get_races().races_found
-    expected_out, expected_lse = dense_attention(rounded)
+    expected_out, expected_lse = dense_attention(case)
     return (
         np.abs(np.asarray(out, np.float32) - expected_out).max(),
         np.abs(lse - expected_lse).max(),
     )
+
+
+def test_the_case_for_faults_in_prefill_is_right_without_one():
+    out_error, lse_error = run_prefill(prefill)
+    assert out_error < TOLERANCE["bfloat16"]
+    assert lse_error < LSE_TOLERANCE
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 7])  # 5 tiles: one, uneven, empty ones
@@ -139,58 +180,111 @@ def test_the_number_of_splits_changes_nothing(num_splits):
     assert lse_error < LSE_TOLERANCE
 
 
-# Each fault is an edit of the kernel's source: what it was, what it becomes.
+# Each fault is an edit of a source: what it was, what it becomes. Those of mosaic.py
+# are planted under both kernels.
 WRONG_VALUES = {
-    "values taken from the keys": ("(v_ref, v_smem,", "(k_ref, v_smem,"),
-    "the mask off by one": (
-        "visible = key_index < kv_end",
-        "visible = key_index <= kv_end",
-    ),
+    "values taken from the keys": (mosaic, "(v_ref, ring.v,", "(k_ref, ring.v,"),
     "the last block left out": (
+        mosaic,
         "last_block = jnp.maximum(kv_end - 1, 0) // block_size",
         "last_block = jnp.maximum((kv_end - 1) // block_size - 1, 0)",
     ),
-    "unwritten values left as they are": ("jnp.zeros_like(read)", "read"),
+    "unwritten values left as they are": (mosaic, "jnp.zeros_like(read)", "read"),
+    "the mask off by one": (
+        decode,
+        "visible = key_index < kv_end",
+        "visible = key_index <= kv_end",
+    ),
     "splits merged unweighted": (
+        decode,
         "merge_partials(outs, lses[:, :, :, :group])",
         "outs.mean(0), lses[:, :, :, :group].max(0)",
     ),
+    "the causal mask off by one": (
+        prefill,
+        "(key_index <= query_position)",
+        "(key_index <= query_position + 1)",
+    ),
+    "the heads of a group taken for tokens": (
+        prefill,
+        "query_position = position + line // group",
+        "query_position = position + line",
+    ),
 }
+COMMIT = "        plgpu.commit_smem()\n        "
 RACES = {
     "no wait for a free slot": (
-        "plgpu.barrier_wait(free_barriers.at[stage])",
+        mosaic,
+        "plgpu.barrier_wait(ring.free.at[stage])",
         "pass",
     ),
-    "no wait for the keys": ("plgpu.barrier_wait(k_barriers.at[stage])", "pass"),
-    "no commit before the copy out": (
-        "plgpu.commit_smem()\n        plgpu.copy_smem_to_gmem(out_smem",
-        "plgpu.copy_smem_to_gmem(out_smem",
+    "no wait for the keys in decode": (
+        decode,
+        "plgpu.barrier_wait(ring.k_ready.at[stage])",
+        "pass",
+    ),
+    "no wait for the values in prefill": (
+        prefill,
+        "plgpu.barrier_wait(ring.v_ready.at[stage])",
+        "pass",
+    ),
+    "no commit before decode's copy out": (
+        decode,
+        f"{COMMIT}plgpu.copy_smem_to_gmem(out_smem",
+        "        plgpu.copy_smem_to_gmem(out_smem",
+    ),
+    "no commit before prefill's copy out": (
+        prefill,
+        f"{COMMIT}lines = pl.ds",
+        "        lines = pl.ds",
     ),
 }
 
 
-def with_edit(old, new):
-    """The kernel's module with one place of its source changed."""
-    source = Path(decode.__file__).read_text()
-    assert source.count(old) == 1, f"{old!r} is not in the kernel just once"
-    module = types.ModuleType("edited")
-    exec(compile(source.replace(old, new), "edited", "exec"), module.__dict__)
-    return module
+def planted(faults):
+    """Pairs of a fault and a kernel that it is planted under."""
+    return [
+        pytest.param(fault, kernel, id=f"{name} ({kernel.__name__})")
+        for name, fault in faults.items()
+        for kernel in (decode, prefill)
+        if fault[0] in (mosaic, kernel)
+    ]
 
 
-@pytest.mark.parametrize("fault", WRONG_VALUES)
-def test_values_show_a_planted_fault(fault):
-    out_error, lse_error = run_decode(with_edit(*WRONG_VALUES[fault]), num_splits=2)
+@pytest.fixture
+def run_edited(monkeypatch):
+    """run_edited(fault, kernel): run a kernel's case with a fault planted."""
+
+    def run(fault, kernel):
+        edited, old, new = fault
+        for module in (mosaic, kernel):
+            source = Path(module.__file__).read_text()
+            if module is edited:
+                assert source.count(old) == 1, f"not once in the source: {old!r}"
+                source = source.replace(old, new)
+            changed = types.ModuleType(module.__name__)
+            exec(compile(source, "edited", "exec"), changed.__dict__)
+            monkeypatch.setitem(sys.modules, module.__name__, changed)
+        if kernel is prefill:
+            return run_prefill(changed)
+        return run_decode(changed, num_splits=2 if "merge" in old else 1)
+
+    return run
+
+
+@pytest.mark.parametrize(("fault", "kernel"), planted(WRONG_VALUES))
+def test_values_show_a_planted_fault(fault, kernel, run_edited):
+    out_error, lse_error = run_edited(fault, kernel)
     # NaN compares as not less, too.
-    assert not (out_error < 10 * TOLERANCE["bfloat16"] and lse_error < LSE_TOLERANCE)
+    assert not (out_error < 2 * TOLERANCE["bfloat16"] and lse_error < LSE_TOLERANCE)
 
 
-@pytest.mark.parametrize("fault", RACES)
-def test_the_interpreter_shows_a_planted_fault(fault):
+@pytest.mark.parametrize(("fault", "kernel"), planted(RACES))
+def test_the_interpreter_shows_a_planted_fault(fault, kernel, run_edited):
     # A race is raised, or stops the interpreter's count of barriers, or, in jax 0.11.2,
     # is only noted.
     with pytest.raises((jax.errors.JaxRuntimeError, AssertionError)) as caught:
-        run_decode(with_edit(*RACES[fault]), num_splits=1)
+        run_edited(fault, kernel)
     assert re.search("RACE DETECTED|no threads observed|races_found", str(caught.value))
 
 
@@ -201,7 +295,8 @@ def test_the_interpreter_shows_a_planted_fault(fault):
         ({"cache": "float16"}, "a cache of float16"),
         ({"head_dim": 80}, "head_dim 80"),
         ({"block_size": 4}, "block_size 4"),
-        ({"rows": ((2, 5),)}, "2 tokens in 1 rows"),
+        ({"rows": ((2, 5),), "head_dim": 256}, "head_dim 256 in prefill"),
+        ({"rows": ((2, 5),), "q_heads": 258}, "129 query heads for a KV head"),
     ],
 )
 def test_what_no_kernel_can_do_is_named(changes, named):
