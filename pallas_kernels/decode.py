@@ -34,6 +34,7 @@ from pallas_kernels.mosaic import (
     TILE_KV,
     Registers,
     Ring,
+    capped,
     check_supported,
     produce,
     product,
@@ -44,31 +45,33 @@ from pallas_kernels.mosaic import (
 _NUM_STAGES = 3
 _NUM_SMS = 132  # H100 and H200
 _CTAS_PER_SM = 2  # by shared memory, at head_dim 128
+# Query heads for a KV head, by head_dim: beyond, registers spill or memory is short.
+_MAX_GROUP = {64: 64, 128: 64, 192: 32, 256: 16}
 _LOG2_E = math.log2(math.e)
 
 
 def choose_num_splits(num_programs: int, max_tiles: int) -> int:
     """Choose into how many parts each row's keys are split.
 
-    One, where the programs fill the multiprocessors without; otherwise the smallest
-    number whose waves of CTAs are at least 85 % as full as the fullest.
+    One, where the programs fill the multiprocessors without. Otherwise the smallest
+    number that takes at most 15 % longer than the best: programs come in waves, and a
+    wave takes as many tiles as a split has.
 
     Args:
         num_programs: Programs of one split: queries times KV heads.
-        max_tiles: Tiles of the longest row that the block tables could hold; no split
-            is left without a tile of its own.
+        max_tiles: Tiles of the longest row that the block tables could hold.
     """
     places = _NUM_SMS * _CTAS_PER_SM
     if num_programs >= places or max_tiles <= 1:
         return 1
 
-    def fullness(num_splits: int) -> float:
-        waves = num_programs * num_splits / places
-        return waves / math.ceil(waves)
+    def duration(num_splits: int) -> int:
+        waves = math.ceil(num_programs * num_splits / places)
+        return waves * math.ceil(max_tiles / num_splits)
 
     candidates = range(1, min(max_tiles, places) + 1)
-    wanted = 0.85 * max(map(fullness, candidates))
-    return next(n for n in candidates if fullness(n) >= wanted)
+    longest = 1.15 * min(map(duration, candidates))
+    return next(n for n in candidates if duration(n) <= longest)
 
 
 def paged_decode(
@@ -104,12 +107,18 @@ def paged_decode(
         The outputs in q's dtype and the float32 log-sum-exp of the scores.
 
     Raises:
-        NotImplementedError: See `check_supported`.
+        NotImplementedError: See `check_supported`; or too many query heads share a KV
+            head.
     """
     check_supported(q, k_blocks)
     singles, q_heads, head_dim = q.shape
     kv_heads, block_size = k_blocks.shape[1:3]
     group = q_heads // kv_heads
+    if group > _MAX_GROUP[head_dim]:
+        raise NotImplementedError(
+            f"{group} query heads for a KV head of head_dim {head_dim} in decode: at "
+            f"most {_MAX_GROUP[head_dim]}"
+        )
     columns = -(-group // 8) * 8  # a multiple of 8 for wgmma
     if num_splits is None:
         max_tiles = -(-block_tables.shape[1] * block_size // TILE_KV)
@@ -214,7 +223,7 @@ def _kernel(
             plgpu.barrier_wait(ring.k_ready.at[stage])
             scores = product((TILE_KV, columns), ring.k.at[stage], q_smem.T) * scale
             if soft_cap is not None:
-                scores = soft_cap * jnp.tanh(scores / soft_cap)
+                scores = capped(scores, soft_cap)
             key_index = key + registers.iota((TILE_KV, columns), 0)
             visible = key_index < kv_end
             if window is not None:

@@ -7,6 +7,7 @@ memory. A producer warpgroup fills stages and consumer warpgroups give them back
 # Pallas' own classes and names confuse the type checker.
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -146,6 +147,15 @@ def product(shape: tuple[int, int], left, right):
         return acc_ref[...]
 
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
+def capped(scores, soft_cap: float):
+    """Return soft_cap * tanh(scores / soft_cap).
+
+    Not by tanh, which Hopper approximates to 11 bits.
+    """
+    power = jnp.exp2(scores * (2 * math.log2(math.e) / soft_cap))
+    return soft_cap * (1.0 - 2.0 / (power + 1.0))
 
 
 class Registers:

@@ -99,6 +99,8 @@ def _check_arguments(
     ):
         if array.ndim != dims.count(",") + 1:
             raise ValueError(f"{name} has shape {array.shape}, expected {dims}")
+    if q.shape[0] == 0:
+        raise ValueError("q has no tokens")
     kv_heads, _, head_dim = k_blocks.shape[1:]
     rows = block_tables.shape[0]
     for name, array, expected in (

@@ -24,6 +24,7 @@ from pallas_kernels.mosaic import (
     TILE_KV,
     Registers,
     Ring,
+    capped,
     check_supported,
     produce,
     product,
@@ -267,7 +268,7 @@ def _kernel(
             plgpu.barrier_wait(ring.k_ready.at[stage])
             scores = product(shape, q_smem.at[warpgroup], ring.k.at[stage].T) * scale
             if soft_cap is not None:
-                scores = soft_cap * jnp.tanh(scores / soft_cap)
+                scores = capped(scores, soft_cap)
             key_index = key + registers.iota(shape, 1)
             visible = (key_index <= query_position) & (key_index < kv_end)
             if window is not None:

@@ -33,7 +33,7 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket
     Up to max_num_seqs rows and tokens grow together: decoding, and short prompts.
     They double up to 16, where a product's time hardly depends on its rows; from there
     on they also stop half-way (16, 24, 32, 48, ...), since it does. Beyond
-    max_num_seqs only the tokens grow, doubling: prefill chunks.
+    max_num_seqs only the tokens grow, by powers of two: prefill chunks.
     """
     rows = 1
     buckets = [Bucket(rows, rows)]
@@ -46,7 +46,7 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket
         buckets.append(Bucket(rows, rows))
     tokens = rows
     while tokens < max_num_batched_tokens:
-        tokens *= 2
+        tokens = 1 << tokens.bit_length()
         buckets.append(Bucket(rows, tokens))
     return tuple(buckets)
 

@@ -46,6 +46,10 @@ CASES = {
     "decode, window and soft cap": Case(64, 64, 8192, window=4096, soft_cap=30.0),
     "smollm2-135m decode": Case(32, 32, 2048, q_heads=9, kv_heads=3, head_dim=64),
     "decode, head_dim 256": Case(8, 8, 2048, q_heads=16, head_dim=256, block_size=8),
+    "decode, the largest groups": Case(8, 8, 2048, q_heads=128, kv_heads=2),
+    "decode, head_dim 192": Case(
+        8, 8, 2048, q_heads=64, kv_heads=2, head_dim=192, soft_cap=30.0
+    ),
     "llama-3.1-8b prefill, 2k tokens": Case(2048, 64, 8192),
     "llama-3.1-70b prefill, 8k tokens": Case(8192, 256, 32768, q_heads=64),
     "prefill, window and soft cap": Case(512, 64, 8192, window=4096, soft_cap=30.0),

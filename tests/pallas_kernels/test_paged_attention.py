@@ -297,6 +297,10 @@ def test_the_interpreter_shows_a_planted_fault(fault, kernel, run_edited):
         ({"block_size": 4}, "block_size 4"),
         ({"rows": ((2, 5),), "head_dim": 256}, "head_dim 256 in prefill"),
         ({"rows": ((2, 5),), "q_heads": 258}, "129 query heads for a KV head"),
+        (
+            {"q_heads": 34, "head_dim": 256},
+            "17 query heads for a KV head of head_dim 256",
+        ),
     ],
 )
 def test_what_no_kernel_can_do_is_named(changes, named):
@@ -325,6 +329,8 @@ def test_arguments_that_do_not_fit_are_named():
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"^{name} "):
             paged_attention_mosaic_gpu(**(arguments | {name: value}), scale=1.0)
+    with pytest.raises(ValueError, match="q has no tokens"):
+        paged_attention_mosaic_gpu(**(arguments | {"q": arguments["q"][:0]}), scale=1.0)
 
 
 @pytest.mark.parametrize(
@@ -334,9 +340,10 @@ def test_arguments_that_do_not_fit_are_named():
         (264, 128, 1),  # full without: 132 multiprocessors, 2 programs each
         (512, 128, 1),
         (132, 128, 2),  # 264 of 264
-        (8, 128, 29),  # 232 of 264 is the first within 85 % of 33 splits' 264
-        (8, 16, 14),  # no more than 16 tiles: 128 of 264, 85 % of that is 109
-        (200, 128, 5),  # 1..4 fill their waves by 76 %, 5 by 95 %
+        (8, 128, 32),  # one wave of 256, 4 tiles a split; 33 would not be faster
+        (8, 16, 16),  # no more splits than tiles
+        (8, 33, 33),  # 17..32 splits would have 2 tiles each
+        (200, 128, 5),  # 4 waves of 26 tiles = 104; one split 128, the best 97
     ],
 )
 def test_splits_fill_the_multiprocessors(num_programs, max_tiles, expected):
