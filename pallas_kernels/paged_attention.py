@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.decode import paged_decode
 from pallas_kernels.prefill import paged_prefill
+from pallas_kernels.ragged import row_of_token
 
 
 @no_type_check  # it checks its own arguments, in tests and elsewhere
@@ -69,9 +70,8 @@ def paged_attention_mosaic_gpu(
         return paged_prefill(
             q, k_blocks, v_blocks, block_tables, kv_lens, cu_q_lens, **options
         )
+    row, is_real = row_of_token(tokens, cu_q_lens)
     token = jnp.arange(tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(cu_q_lens[1:], token, side="right").astype(jnp.int32)
-    row = jnp.minimum(row, rows - 1)
     kv_ends = kv_lens[row] - cu_q_lens[row + 1] + token + 1
     return paged_decode(
         q,
@@ -79,7 +79,7 @@ def paged_attention_mosaic_gpu(
         v_blocks,
         block_tables,
         row,
-        jnp.where(token < cu_q_lens[-1], jnp.maximum(kv_ends, 0), 0),
+        jnp.where(is_real, jnp.maximum(kv_ends, 0), 0),
         **options,
     )
 

@@ -31,6 +31,7 @@ from pallas_kernels.mosaic import (
     ring_scratch,
     zero_from,
 )
+from pallas_kernels.ragged import row_of_token
 
 _NUM_CONSUMERS = 2
 _LINES_PER_CONSUMER = 64  # the rows of a wgmma
@@ -155,16 +156,14 @@ def paged_prefill(
         tiles.kv_end,
     )
 
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(cu_q_lens[1:], token, side="right").astype(jnp.int32)
-    row = jnp.minimum(row, len(kv_lens) - 1)
-    offset = token - cu_q_lens[row]
+    row, is_real = row_of_token(tokens, cu_q_lens)
+    offset = jnp.arange(tokens, dtype=jnp.int32) - cu_q_lens[row]
     tile = jnp.clip(
         tiles.first_of_row[row] + offset // tokens_per_tile, 0, num_tiles - 1
     )
     line = (offset % tokens_per_tile)[:, None] * group + jnp.arange(group)[None]
     place = (tile[:, None], slice(None), line)
-    is_real = (token < cu_q_lens[-1])[:, None]
+    is_real = is_real[:, None]
     out, lse = (x[place].swapaxes(1, 2) for x in (out, lse))  # [tokens, kv_heads, ...]
     return (
         jnp.where(is_real[..., None], out.reshape(q.shape), jnp.zeros((), q.dtype)),
