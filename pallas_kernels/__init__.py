@@ -1,11 +1,13 @@
 """Attention kernels: arrays in, arrays out. Imports nothing of jaxkv."""
 
+from pallas_kernels.entry import paged_attention
 from pallas_kernels.merge import merge_partials
-from pallas_kernels.paged_attention import paged_attention_mosaic_gpu
 from pallas_kernels.reference import paged_attention_reference
+from pallas_kernels.target import target_device
 
 __all__ = [
     "merge_partials",
-    "paged_attention_mosaic_gpu",
+    "paged_attention",
     "paged_attention_reference",
+    "target_device",
 ]

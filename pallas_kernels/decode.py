@@ -1,17 +1,17 @@
-"""Paged attention of single queries on Hopper: a Pallas Mosaic GPU kernel.
+"""Paged attention of rows with few queries on Hopper: a Pallas Mosaic GPU kernel.
 
-One program (a CTA) takes one query token, one KV head and one *split* of the row's
+One program (a CTA) takes one query tile, one KV head and one *split* of the row's
 keys, as in FlashDecoding (Dao et al., 2023); splits are merged by their log-sum-exps.
-Inside, two warpgroups share a ring of `_NUM_STAGES` tiles of 64 keys:
+Inside, two warpgroups share a ring of `NUM_STAGES` tiles of 64 keys:
 
 - The *producer* walks the block table and starts one bulk copy per block, for K and
   for V, straight into shared memory.
 - The *consumer* computes scores and outputs transposed, keys (and head_dim) along the
-  64 rows that wgmma wants and the query heads of the group along its columns, which
-  may be as few as 8. So decoding one token wastes no rows of the tensor core:
+  64 rows that wgmma wants and the tile's lines along its columns, which may be as few
+  as 8. So decoding one token wastes no rows of the tensor core:
 
-      scores[keys, group] = K[keys, head_dim] @ q[group, head_dim].T
-      out[head_dim, group] += V[keys, head_dim].T @ weights[keys, group]
+      scores[keys, lines] = K[keys, head_dim] @ q[lines, head_dim].T
+      out[head_dim, lines] += V[keys, head_dim].T @ weights[keys, lines]
 """
 
 # Pallas' own classes and names confuse the type checker.
@@ -30,27 +30,30 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.merge import merge_partials
 from pallas_kernels.mosaic import (
+    LOG2_E,
+    LOWEST,
     SWIZZLED,
     TILE_KV,
     Registers,
     Ring,
-    capped,
     check_supported,
+    in_log2,
     produce,
-    product,
     ring_scratch,
-    zero_from,
+    wait_for_values,
 )
+from pallas_kernels.ragged import pack, query_tiles, unpack
 
-_NUM_STAGES = 3
+NUM_STAGES = 3
 _NUM_SMS = 132  # H100 and H200
-_CTAS_PER_SM = 2  # by shared memory, at head_dim 128
-# Query heads for a KV head, by head_dim: beyond, registers spill or memory is short.
-_MAX_GROUP = {64: 64, 128: 64, 192: 32, 256: 16}
-_LOG2_E = math.log2(math.e)
+_SHARED_MEMORY_OF_AN_SM = 228 * 1024
+# Lines of a tile, by head_dim: beyond, registers spill or shared memory is short.
+_MAX_LINES = {64: 64, 128: 64, 192: 48, 256: 16}
 
 
-def choose_num_splits(num_programs: int, max_tiles: int) -> int:
+def choose_num_splits(
+    num_programs: int, max_tiles: int, *, programs_per_sm: int
+) -> int:
     """Choose into how many parts each row's keys are split.
 
     One, where the programs fill the multiprocessors without. Otherwise the smallest
@@ -58,10 +61,11 @@ def choose_num_splits(num_programs: int, max_tiles: int) -> int:
     wave takes as many tiles as a split has.
 
     Args:
-        num_programs: Programs of one split: queries times KV heads.
+        num_programs: Programs of one split: query tiles times KV heads.
         max_tiles: Tiles of the longest row that the block tables could hold.
+        programs_per_sm: Programs that a multiprocessor runs at a time.
     """
-    places = _NUM_SMS * _CTAS_PER_SM
+    places = _NUM_SMS * programs_per_sm
     if num_programs >= places or max_tiles <= 1:
         return 1
 
@@ -74,62 +78,86 @@ def choose_num_splits(num_programs: int, max_tiles: int) -> int:
     return next(n for n in candidates if duration(n) <= longest)
 
 
+def programs_per_sm(lines: int, head_dim: int) -> int:
+    """Return how many programs a multiprocessor runs at a time: two, if they fit."""
+    elements = 2 * NUM_STAGES * TILE_KV * head_dim + lines * (head_dim + TILE_KV)
+    shared_memory = 2 * elements + 4 * lines * head_dim + 4096  # barriers, alignment
+    registers_suffice = lines <= 32
+    return 1 + (registers_suffice and 2 * shared_memory <= _SHARED_MEMORY_OF_AN_SM)
+
+
+def max_tokens_per_tile(group: int, head_dim: int) -> int:
+    """Return how many tokens of `group` query heads a tile may hold; 0: not one."""
+    return _MAX_LINES[head_dim] // group
+
+
 def paged_decode(
-    q: Float[Array, "singles q_heads head_dim"],
+    q: Float[Array, "tokens q_heads head_dim"],
     k_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
     v_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
     block_tables: Int32[Array, "rows width"],
-    rows: Int32[Array, " singles"],
-    kv_ends: Int32[Array, " singles"],
+    kv_lens: Int32[Array, " rows"],
+    cu_q_lens: Int32[Array, " offsets"],
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    tokens_per_tile: int = 1,
     num_splits: int | None = None,
     interpret: Any = None,
-) -> tuple[Float[Array, "singles q_heads head_dim"], Float[Array, "singles q_heads"]]:
-    """Attend from single queries, each to keys [0, kv_end) of its row.
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]:
+    """Attend from each token to its row's keys at or before its own position.
 
     Args:
-        q: One query token each; several may be of one row.
+        q: Queries, the rows' one after another, padding last.
         k_blocks: One layer's keys.
         v_blocks: One layer's values.
         block_tables: Each row's blocks in order.
-        rows: The row of each query.
-        kv_ends: Keys each query attends to; 0 gives output 0 and log-sum-exp -inf.
+        kv_lens: Tokens each row attends to; at least its queries.
+        cu_q_lens: Offsets of the rows' queries.
         scale: Factor on the scores.
-        window: Each query sees only its last `window` keys.
+        window: Each query sees only its last `window` keys, its own included.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap).
+        tokens_per_tile: Tokens of a row that share a program; the row's keys are read
+            once for all of them.
         num_splits: None: by `choose_num_splits`.
         interpret: `plgpu.InterpretGPUParams` to simulate the kernel on a CPU.
 
     Returns:
-        The outputs in q's dtype and the float32 log-sum-exp of the scores.
+        The outputs in q's dtype and the float32 log-sum-exp of the scores; 0 and -inf
+        for padding and where a query sees no key.
 
     Raises:
-        NotImplementedError: See `check_supported`; or too many query heads share a KV
-            head.
+        NotImplementedError: See `check_supported`; or a tile would have too many lines.
     """
     check_supported(q, k_blocks)
-    singles, q_heads, head_dim = q.shape
+    tokens, q_heads, head_dim = q.shape
     kv_heads, block_size = k_blocks.shape[1:3]
     group = q_heads // kv_heads
-    if group > _MAX_GROUP[head_dim]:
+    if tokens_per_tile > max_tokens_per_tile(group, head_dim):
         raise NotImplementedError(
-            f"{group} query heads for a KV head of head_dim {head_dim} in decode: at "
-            f"most {_MAX_GROUP[head_dim]}"
+            f"{tokens_per_tile} x {group} query heads for a KV head of head_dim "
+            f"{head_dim} in decode: at most {_MAX_LINES[head_dim]}"
         )
-    columns = -(-group // 8) * 8  # a multiple of 8 for wgmma
+    lines = -(-tokens_per_tile * group // 8) * 8  # a multiple of 8 for wgmma
+    tiles = query_tiles(kv_lens, cu_q_lens, tokens, tokens_per_tile)
+    packed = pack(
+        q, tiles, kv_heads=kv_heads, tokens_per_tile=tokens_per_tile, lines=lines
+    )
+    num_tiles = packed.shape[0]
     if num_splits is None:
         max_tiles = -(-block_tables.shape[1] * block_size // TILE_KV)
-        num_splits = choose_num_splits(singles * kv_heads, max_tiles)
-    grouped = q.reshape(singles, kv_heads, group, head_dim)
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, columns - group), (0, 0)))
+        num_splits = choose_num_splits(
+            num_tiles * kv_heads,
+            max_tiles,
+            programs_per_sm=programs_per_sm(lines, head_dim),
+        )
     options = {} if interpret is None else {"interpret": interpret}
     outs, lses = plgpu.kernel(
         functools.partial(
             _kernel,
             num_splits=num_splits,
+            group=None if tokens_per_tile == 1 else group,
             scale=scale,
             window=window,
             soft_cap=soft_cap,
@@ -137,30 +165,42 @@ def paged_decode(
         ),
         out_type=(
             jax.ShapeDtypeStruct(
-                (num_splits, singles, kv_heads, head_dim, columns), jnp.float32
+                (num_splits, num_tiles, kv_heads, head_dim, lines), jnp.float32
             ),
-            jax.ShapeDtypeStruct((num_splits, singles, kv_heads, columns), jnp.float32),
+            jax.ShapeDtypeStruct((num_splits, num_tiles, kv_heads, lines), jnp.float32),
         ),
         scratch_types={
-            "ring": ring_scratch(_NUM_STAGES, k_blocks),
-            "q_smem": plgpu.SMEM((columns, head_dim), q.dtype, transforms=SWIZZLED),
-            "weights_smem": plgpu.SMEM(
-                (columns, TILE_KV), q.dtype, transforms=SWIZZLED
-            ),
-            "out_smem": plgpu.SMEM((head_dim, columns), jnp.float32),
-            "lse_smem": plgpu.SMEM((columns,), jnp.float32),
+            "ring": ring_scratch(NUM_STAGES, k_blocks),
+            "q_smem": plgpu.SMEM((lines, head_dim), q.dtype, transforms=SWIZZLED),
+            "weights_smem": plgpu.SMEM((lines, TILE_KV), q.dtype, transforms=SWIZZLED),
+            "out_smem": plgpu.SMEM((head_dim, lines), jnp.float32),
+            "lse_smem": plgpu.SMEM((lines,), jnp.float32),
             "q_ready": plgpu.Barrier(),
         },
-        grid=(num_splits, singles, kv_heads),
-        grid_names=("split", "single", "kv_head"),
+        grid=(num_splits, num_tiles, kv_heads),
+        grid_names=("split", "tile", "kv_head"),
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **options,
-    )(grouped, k_blocks, v_blocks, block_tables, rows, kv_ends)
-    outs = outs.swapaxes(-1, -2)[:, :, :, :group]
-    out, lse = merge_partials(outs, lses[:, :, :, :group])
-    return out.astype(q.dtype).reshape(q.shape), lse.reshape(singles, q_heads)
+    )(
+        packed,
+        k_blocks,
+        v_blocks,
+        block_tables,
+        tiles.row,
+        tiles.position,
+        tiles.kv_end,
+    )
+    out, lse = merge_partials(outs.swapaxes(-1, -2), lses)
+    return unpack(
+        out.astype(q.dtype),
+        lse,
+        tiles,
+        cu_q_lens,
+        q_shape=q.shape,
+        tokens_per_tile=tokens_per_tile,
+    )
 
 
 def _kernel(
@@ -169,6 +209,7 @@ def _kernel(
     v_ref,
     tables_ref,
     rows_ref,
+    positions_ref,
     kv_ends_ref,
     out_ref,
     lse_ref,
@@ -180,16 +221,20 @@ def _kernel(
     lse_smem,
     q_ready,
     num_splits: int,
+    group: int | None,
     scale: float,
     window: int | None,
     soft_cap: float | None,
     is_simulated: bool,
 ):
-    """One split of one query's keys, for one KV head; see the module's docstring."""
-    split, single = lax.axis_index("split"), lax.axis_index("single")
+    """One split of one query tile's keys, for one KV head; see the module's docstring.
+
+    `group` is None where a tile has one token, whose position is the last key's.
+    """
+    split, tile = lax.axis_index("split"), lax.axis_index("tile")
     kv_head = lax.axis_index("kv_head")
-    kv_end = kv_ends_ref[single]
-    kv_begin = jnp.int32(0) if window is None else jnp.maximum(kv_end - window, 0)
+    position, kv_end = positions_ref[tile], kv_ends_ref[tile]
+    kv_begin = jnp.int32(0) if window is None else jnp.maximum(position + 1 - window, 0)
     first = kv_begin // TILE_KV
     num_tiles = (kv_end + TILE_KV - 1) // TILE_KV - first
     per_split = (num_tiles + num_splits - 1) // num_splits
@@ -198,52 +243,52 @@ def _kernel(
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _produce():
-        plgpu.copy_gmem_to_smem(q_ref.at[single, kv_head], q_smem, q_ready)
+        plgpu.copy_gmem_to_smem(q_ref.at[tile, kv_head], q_smem, q_ready)
         produce(
             ring,
             k_ref,
             v_ref,
             tables_ref,
-            row=rows_ref[single],
+            row=rows_ref[tile],
             kv_head=kv_head,
             kv_end=kv_end,
             tiles=(first, num_tiles),
+            registers=Registers(is_simulated),
         )
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _consume():
-        head_dim, columns = out_smem.shape
+        head_dim, lines = out_smem.shape
+        shape = (TILE_KV, lines)
         registers = Registers(is_simulated)
+        # Lines past the row's end are clamped: they see no slot that holds nothing.
+        last_visible = kv_end - 1
+        if group is not None:
+            token = registers.iota(shape, 1) // group
+            last_visible = jnp.minimum(position + token, last_visible)
         plgpu.barrier_wait(q_ready)
 
         def one_tile(index, carry):
             top, total, acc = carry
-            stage = index % _NUM_STAGES
+            stage = index % NUM_STAGES
             key = (first + index) * TILE_KV
             plgpu.barrier_wait(ring.k_ready.at[stage])
-            scores = product((TILE_KV, columns), ring.k.at[stage], q_smem.T) * scale
-            if soft_cap is not None:
-                scores = capped(scores, soft_cap)
-            key_index = key + registers.iota((TILE_KV, columns), 0)
-            visible = key_index < kv_end
+            products = registers.product(shape, ring.k.at[stage], q_smem.T)
+            scores = in_log2(products, scale, soft_cap)
+            key_index = key + registers.iota(shape, 0)
+            visible = key_index <= last_visible
             if window is not None:
-                visible &= key_index >= kv_begin
-            scores = jnp.where(visible, scores * _LOG2_E, -jnp.inf)
-            # A tile has at least one visible key, so the new top is finite.
+                visible &= key_index > last_visible - window
+            scores = jnp.where(visible, scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(axis=0))
             decay = jnp.exp2(top - new_top)
-            weights = jnp.exp2(scores - _along_columns(new_top, scores.shape))
-            total = total * _along_columns(decay, total.shape) + weights
-            acc = acc * _along_columns(decay, acc.shape)
+            weights = jnp.exp2(scores - _along_lines(new_top, shape))
+            total = total * _along_lines(decay, total.shape) + weights
+            acc = acc * _along_lines(decay, acc.shape)
             registers.store_transposed(weights_smem, weights.astype(q_smem.dtype))
-            plgpu.barrier_wait(ring.v_ready.at[stage])
-
-            @pl.when(key + TILE_KV > kv_end)
-            def _zero_unwritten_values():
-                zero_from(ring.v.at[stage], kv_end - key, registers)
-
             plgpu.commit_smem()
-            acc += product(acc.shape, ring.v.at[stage].T, weights_smem.T)
+            wait_for_values(ring, stage, key=key, kv_end=kv_end)
+            acc = registers.add_product(acc, ring.v.at[stage].T, weights_smem.T)
             plgpu.barrier_arrive(ring.free.at[stage])
             return new_top, total, acc
 
@@ -252,21 +297,21 @@ def _kernel(
             num_tiles,
             one_tile,
             (
-                registers.full_reduced(columns, -jnp.inf, axis=0),
-                registers.full((TILE_KV, columns), 0.0),
-                registers.full((head_dim, columns), 0.0),
+                registers.full_reduced(lines, LOWEST, axis=0),
+                registers.full(shape, 0.0),
+                registers.full((head_dim, lines), 0.0),
             ),
         )
         total = total.sum(axis=0)
         inverse = jnp.where(total > 0, 1.0 / total, 0.0)
-        out_smem[...] = acc * _along_columns(inverse, acc.shape)
-        lse_smem[...] = (top + jnp.log2(total)) / _LOG2_E
+        out_smem[...] = acc * _along_lines(inverse, acc.shape)
+        lse_smem[...] = (top + jnp.log2(total)) / LOG2_E
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[split, single, kv_head])
-        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[split, single, kv_head])
+        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[split, tile, kv_head])
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[split, tile, kv_head])
         plgpu.wait_smem_to_gmem(0)
 
 
-def _along_columns(x, shape: tuple[int, ...]):
-    """Repeat a value per column down the rows."""
+def _along_lines(x, shape: tuple[int, ...]):
+    """Repeat a value per line down the rows."""
     return lax.broadcast_in_dim(x, shape, [1])

@@ -1,16 +1,12 @@
 """Ragged paged attention of rows with many queries: a Pallas Mosaic GPU kernel.
 
-Queries are packed, before the kernel, into *query tiles* of 128 lines: the query heads
-that share a KV head, of as many consecutive tokens of one row as fit. A tile never
-holds two rows, so all of it reads the same keys, and every copy is dense whatever the
-rows' lengths. One program (a CTA) takes one query tile and one KV head: a producer
+One program (a CTA) takes one query tile of 128 lines and one KV head: a producer
 warpgroup brings the row's keys and values, 64 at a time, and two consumer warpgroups
 attend from 64 lines each, with a running softmax (FlashAttention, Dao et al., 2022).
 """
 
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,46 +16,28 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.mosaic import (
+    LOG2_E,
+    LOWEST,
     SWIZZLED,
     TILE_KV,
     Registers,
     Ring,
-    capped,
     check_supported,
+    in_log2,
     produce,
-    product,
     ring_scratch,
-    zero_from,
+    wait_for_values,
 )
-from pallas_kernels.ragged import row_of_token
+from pallas_kernels.ragged import pack, query_tiles, unpack
 
 _NUM_CONSUMERS = 2
 _LINES_PER_CONSUMER = 64  # the rows of a wgmma
 _LINES = _NUM_CONSUMERS * _LINES_PER_CONSUMER
-_NUM_STAGES = 3
-_MAX_HEAD_DIM = 128  # beyond, the accumulator and a product's result do not fit
-# A multiprocessor has 512 for each of a warpgroup's 128 threads.
-_PRODUCER_REGISTERS = 64
-_CONSUMER_REGISTERS = 208
-_LOG2_E = math.log2(math.e)
-
-
-class _QueryTiles(NamedTuple):
-    """Which tokens each query tile holds; a tile of none has kv_end 0.
-
-    Attributes:
-        row: The row of the tile.
-        token: Its first token.
-        position: That token's position in its row.
-        kv_end: The position after its last token's.
-        first_of_row: [rows], each row's first tile.
-    """
-
-    row: jax.Array
-    token: jax.Array
-    position: jax.Array
-    kv_end: jax.Array
-    first_of_row: jax.Array
+NUM_STAGES = {64: 3, 128: 3, 192: 3, 256: 2}  # by head_dim: what shared memory holds
+# By the registers and the shared memory of a multiprocessor; together 3 * 168, what a
+# program of three warpgroups starts with.
+_PRODUCER_REGISTERS = 56
+_CONSUMER_REGISTERS = 224
 
 
 def paged_prefill(
@@ -94,39 +72,33 @@ def paged_prefill(
         for padding.
 
     Raises:
-        NotImplementedError: See `check_supported`; or head_dim is above 128, or more
-            than 128 query heads share a KV head.
+        NotImplementedError: See `check_supported`; or more than 128 query heads share a
+            KV head.
     """
     check_supported(q, k_blocks)
     tokens, q_heads, head_dim = q.shape
     kv_heads = k_blocks.shape[1]
     group = q_heads // kv_heads
-    if head_dim > _MAX_HEAD_DIM:
-        raise NotImplementedError(f"head_dim {head_dim} in prefill: at most 128")
     if group > _LINES:
         raise NotImplementedError(
             f"{group} query heads for a KV head: at most {_LINES}"
         )
     tokens_per_tile = _LINES // group
-    tiles = _query_tiles(kv_lens, cu_q_lens, tokens, tokens_per_tile)
-    # Line i of a tile is head i % group of its token i // group.
-    line = jnp.arange(_LINES, dtype=jnp.int32)
-    token = jnp.minimum(tiles.token[:, None] + (line // group)[None], tokens - 1)
-    grouped = q.reshape(tokens, kv_heads, group, head_dim)
-    packed = grouped[token, :, (line % group)[None]].swapaxes(1, 2)
-
+    tiles = query_tiles(kv_lens, cu_q_lens, tokens, tokens_per_tile)
+    packed = pack(
+        q, tiles, kv_heads=kv_heads, tokens_per_tile=tokens_per_tile, lines=_LINES
+    )
     num_tiles = packed.shape[0]
     options = {} if interpret is None else {"interpret": interpret}
     consumed = (_NUM_CONSUMERS, _LINES_PER_CONSUMER)
     scratch = {
-        "ring": ring_scratch(_NUM_STAGES, k_blocks, num_consumers=_NUM_CONSUMERS),
+        "ring": ring_scratch(
+            NUM_STAGES[head_dim], k_blocks, num_consumers=_NUM_CONSUMERS
+        ),
         "q_smem": plgpu.SMEM((*consumed, head_dim), q.dtype, transforms=SWIZZLED),
         "lse_smem": plgpu.SMEM(consumed, jnp.float32),
         "q_ready": plgpu.Barrier(num_arrivals=_NUM_CONSUMERS),
-        "values_zeroed": plgpu.Barrier(num_arrivals=_NUM_CONSUMERS),
     }
-    if interpret is not None:  # which takes left operands from shared memory only
-        scratch["weights_smem"] = plgpu.SMEM((*consumed, TILE_KV), q.dtype)
     out, lse = plgpu.kernel(
         functools.partial(
             _kernel,
@@ -134,6 +106,7 @@ def paged_prefill(
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+            is_simulated=interpret is not None,
         ),
         out_type=(
             jax.ShapeDtypeStruct((num_tiles, kv_heads, _LINES, head_dim), q.dtype),
@@ -156,46 +129,13 @@ def paged_prefill(
         tiles.kv_end,
     )
 
-    row, is_real = row_of_token(tokens, cu_q_lens)
-    offset = jnp.arange(tokens, dtype=jnp.int32) - cu_q_lens[row]
-    tile = jnp.clip(
-        tiles.first_of_row[row] + offset // tokens_per_tile, 0, num_tiles - 1
-    )
-    line = (offset % tokens_per_tile)[:, None] * group + jnp.arange(group)[None]
-    place = (tile[:, None], slice(None), line)
-    is_real = is_real[:, None]
-    out, lse = (x[place].swapaxes(1, 2) for x in (out, lse))  # [tokens, kv_heads, ...]
-    return (
-        jnp.where(is_real[..., None], out.reshape(q.shape), jnp.zeros((), q.dtype)),
-        jnp.where(is_real, lse.reshape(tokens, q_heads), -jnp.inf),
-    )
-
-
-def _query_tiles(
-    kv_lens: Int32[Array, " rows"],
-    cu_q_lens: Int32[Array, " offsets"],
-    tokens: int,
-    tokens_per_tile: int,
-) -> _QueryTiles:
-    """Cut each row's queries into tiles; there are as many as there could be."""
-    rows = len(kv_lens)
-    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
-    ends = jnp.cumsum((q_lens + tokens_per_tile - 1) // tokens_per_tile)
-    ends = ends.astype(jnp.int32)
-    first_of_row = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    tile = jnp.arange(tokens // tokens_per_tile + rows, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
-    is_real = row < rows
-    row = jnp.minimum(row, rows - 1)
-    offset = (tile - first_of_row[row]) * tokens_per_tile
-    position = kv_lens[row] - q_lens[row] + offset
-    kv_end = jnp.minimum(position + tokens_per_tile, kv_lens[row])
-    return _QueryTiles(
-        row=row,
-        token=jnp.where(is_real, cu_q_lens[row] + offset, 0),
-        position=position,
-        kv_end=jnp.where(is_real, kv_end, 0),
-        first_of_row=first_of_row,
+    return unpack(
+        out,
+        lse,
+        tiles,
+        cu_q_lens,
+        q_shape=q.shape,
+        tokens_per_tile=tokens_per_tile,
     )
 
 
@@ -214,12 +154,11 @@ def _kernel(
     q_smem,
     lse_smem,
     q_ready,
-    values_zeroed,
-    weights_smem=None,
     group: int,
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    is_simulated: bool,
 ):
     """One query tile and one KV head; see the module's docstring."""
     tile, kv_head = lax.axis_index("tile"), lax.axis_index("kv_head")
@@ -248,56 +187,45 @@ def _kernel(
             kv_head=kv_head,
             kv_end=kv_end,
             tiles=(first, num_tiles),
+            registers=Registers(is_simulated),
         )
 
     @pl.when(warpgroup < _NUM_CONSUMERS)
     def _consume():
         plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        registers = Registers(weights_smem is not None)
+        registers = Registers(is_simulated)
         num_stages, _, head_dim = ring.k.shape
         shape = (_LINES_PER_CONSUMER, TILE_KV)
         line = warpgroup * _LINES_PER_CONSUMER + registers.iota(shape, 0)
-        query_position = position + line // group
+        # Counted from the first tile. Lines past the row's end are clamped: they see no
+        # slot that holds nothing.
+        end = kv_end - first * TILE_KV
+        query_position = position - first * TILE_KV + line // group
+        query_position = jnp.minimum(query_position, end - 1)
         plgpu.barrier_wait(q_ready)
 
         def one_tile(index, carry):
             top, total, acc = carry
             stage = index % num_stages
-            key = (first + index) * TILE_KV
+            key = index * TILE_KV
             plgpu.barrier_wait(ring.k_ready.at[stage])
-            scores = product(shape, q_smem.at[warpgroup], ring.k.at[stage].T) * scale
-            if soft_cap is not None:
-                scores = capped(scores, soft_cap)
-            key_index = key + registers.iota(shape, 1)
-            visible = (key_index <= query_position) & (key_index < kv_end)
+            products = registers.product(
+                shape, q_smem.at[warpgroup], ring.k.at[stage].T
+            )
+            scores = in_log2(products, scale, soft_cap)
+            column = registers.iota(shape, 1)
+            ahead = query_position - key  # the last column that is not ahead
+            scores = jnp.where(column <= ahead, scores, -jnp.inf)
             if window is not None:
-                visible &= key_index > query_position - window
-            scores = jnp.where(visible, scores * _LOG2_E, -jnp.inf)
+                scores = jnp.where(column > ahead - window, scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(axis=1))
-            # Behind a window a line may have seen no key yet.
-            shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-            decay = jnp.exp2(top - shift)
-            weights = jnp.exp2(scores - _along_lines(shift, shape))
+            decay = jnp.exp2(top - new_top)
+            weights = jnp.exp2(scores - _along_lines(new_top, shape))
             total = total * decay + weights.sum(axis=1)
             acc = acc * _along_lines(decay, acc.shape)
             weights = weights.astype(q_smem.dtype)
-            if weights_smem is not None:
-                weights_smem[warpgroup] = weights
-                plgpu.commit_smem()
-                weights = weights_smem.at[warpgroup]
-            plgpu.barrier_wait(ring.v_ready.at[stage])
-
-            @pl.when(key + TILE_KV > kv_end)
-            def _zero_unwritten_values():  # in the last tile, once
-                @pl.when(warpgroup == 0)
-                def _zero():
-                    zero_from(ring.v.at[stage], kv_end - key, registers)
-                    plgpu.commit_smem()
-
-                plgpu.barrier_arrive(values_zeroed)
-                plgpu.barrier_wait(values_zeroed)
-
-            acc += product(acc.shape, weights, ring.v.at[stage])
+            wait_for_values(ring, stage, key=key, kv_end=end)
+            acc = registers.add_product(acc, weights, ring.v.at[stage])
             plgpu.barrier_arrive(ring.free.at[stage])
             return new_top, total, acc
 
@@ -306,7 +234,7 @@ def _kernel(
             num_tiles,
             one_tile,
             (
-                registers.full_reduced(_LINES_PER_CONSUMER, -jnp.inf, axis=1),
+                registers.full_reduced(_LINES_PER_CONSUMER, LOWEST, axis=1),
                 registers.full_reduced(_LINES_PER_CONSUMER, 0.0, axis=1),
                 registers.full((_LINES_PER_CONSUMER, head_dim), 0.0),
             ),
@@ -315,7 +243,7 @@ def _kernel(
         out = acc * _along_lines(inverse, acc.shape)
         # Nobody reads the queries any more: the outputs take their place.
         q_smem[warpgroup] = out.astype(q_smem.dtype)
-        lse_smem[warpgroup] = (top + jnp.log2(total)) / _LOG2_E
+        lse_smem[warpgroup] = (top + jnp.log2(total)) / LOG2_E
         plgpu.commit_smem()
         lines = pl.ds(warpgroup * _LINES_PER_CONSUMER, _LINES_PER_CONSUMER)
         plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], out_ref.at[tile, kv_head, lines])

@@ -20,13 +20,18 @@ def paged_attention_reference(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]:
+    return_lse: bool = False,
+) -> (
+    Float[Array, "tokens q_heads head_dim"]
+    | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]
+):
     """Attend from each token to its row's keys at or before its own position.
 
     Memory grows with tokens * width * block_size: for tests and small shapes.
 
     Returns:
-        The outputs in q's dtype, and the float32 log-sum-exp of the scores.
+        The outputs in q's dtype, and with `return_lse` the float32 log-sum-exp of the
+        scores.
     """
     tokens, q_heads, head_dim = q.shape
     _, kv_heads, block_size, _ = k_blocks.shape
@@ -61,7 +66,5 @@ def paged_attention_reference(
     shift = jnp.where(jnp.isneginf(lse), 0.0, lse)
     weights = jnp.exp(scores - shift[..., None])
     out = jnp.einsum("thgk,tkhd->thgd", weights, gather(v_blocks))
-    return (
-        out.reshape(tokens, q_heads, head_dim).astype(q.dtype),
-        lse.reshape(tokens, q_heads),
-    )
+    out = out.reshape(q.shape).astype(q.dtype)
+    return (out, lse.reshape(tokens, q_heads)) if return_lse else out

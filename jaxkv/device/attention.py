@@ -5,25 +5,29 @@
 row's keys at positions up to its own.
 """
 
+import functools
+import logging
 from collections.abc import Callable
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 from jaxtyping import Array, Float, Int32
 
 from jaxkv.device.attention_xla import paged_attention_xla
 from jaxkv.device.cache import KVCache
-from pallas_kernels import paged_attention_mosaic_gpu, paged_attention_reference
+from pallas_kernels import paged_attention as paged_attention_mosaic_gpu
+from pallas_kernels import paged_attention_reference, target_device
 
-Implementation = Callable[..., tuple[jax.Array, jax.Array]]
+Result = jax.Array | tuple[jax.Array, jax.Array]
+Implementation = Callable[..., Result]
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "mosaic_gpu": paged_attention_mosaic_gpu,
     "xla": paged_attention_xla,
     "reference": paged_attention_reference,
 }
-# "mosaic_gpu" goes before "xla" on "gpu" once it has run on a device.
-_AUTO_ORDER: dict[str, tuple[str, ...]] = {"gpu": ("xla",)}
+_AUTO_ORDER: dict[str, tuple[str, ...]] = {"gpu": ("mosaic_gpu", "xla")}
+_LOGGER = logging.getLogger(__name__)
 
 
 @no_type_check  # it checks its own arguments, in tests and elsewhere
@@ -40,7 +44,7 @@ def paged_attention(
     soft_cap: float | None = None,
     return_lse: bool = False,
     implementation: str = "auto",
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Result:
     """Attend from every query to its row's keys and values in the cache.
 
     This step's keys are read from the cache like all others: call `write_kv` first.
@@ -59,8 +63,8 @@ def paged_attention(
         window: Each query sees only its last `window` keys, its own included.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap).
         return_lse: Return the scores' log-sum-exp too.
-        implementation: `auto` takes the fastest that can do the case on this
-            backend; a named one raises where it cannot.
+        implementation: `auto` takes the fastest that can do the case on the device
+            compiled for, and logs once what one could not; a named one raises then.
 
     Returns:
         Outputs like q, and with `return_lse` the float32 [tokens, q_heads]
@@ -80,14 +84,14 @@ def paged_attention(
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         "window": window,
         "soft_cap": soft_cap,
+        "return_lse": return_lse,
     }
-    out, lse = _first_that_can(implementation, arguments, options)
-    return (out, lse) if return_lse else out
+    return _first_that_can(implementation, arguments, options)
 
 
 def _first_that_can(
-    implementation: str, arguments: tuple, options: dict
-) -> tuple[jax.Array, jax.Array]:
+    implementation: str, arguments: tuple, options: dict[str, Any]
+) -> Result:
     if implementation != "auto":
         if implementation not in IMPLEMENTATIONS:
             allowed = ("auto", *IMPLEMENTATIONS)
@@ -96,12 +100,18 @@ def _first_that_can(
             )
         return IMPLEMENTATIONS[implementation](*arguments, **options)
     errors = []
-    for name in _AUTO_ORDER.get(jax.default_backend(), ("xla",)):
+    for name in _AUTO_ORDER.get(target_device().platform, ("xla",)):
         try:
             return IMPLEMENTATIONS[name](*arguments, **options)
         except NotImplementedError as error:
+            _log_once(f"paged_attention: {name} cannot do this: {error}")
             errors.append(error)
     raise ExceptionGroup("no implementation of paged_attention can do this", errors)
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    _LOGGER.warning(message)
 
 
 def _check_arguments(

@@ -59,7 +59,9 @@ class _Softmax(NamedTuple):
     acc: jax.Array  # [members, kv_heads, queries, head_dim], weighted values
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))
+@functools.partial(
+    jax.jit, static_argnames=("scale", "window", "soft_cap", "return_lse")
+)
 def paged_attention_xla(
     q: Float[Array, "tokens q_heads head_dim"],
     k_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
@@ -71,14 +73,33 @@ def paged_attention_xla(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]:
+    return_lse: bool = False,
+) -> (
+    Float[Array, "tokens q_heads head_dim"]
+    | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]
+):
     """Attend as `paged_attention` says; see there for the arguments.
 
     Returns:
-        The outputs in q's dtype and the float32 log-sum-exp of the scores.
+        The outputs in q's dtype, and with `return_lse` the float32 log-sum-exp of the
+        scores.
     """
-    tokens, rows = q.shape[0], block_tables.shape[0]
     options = _Options(scale=scale, window=window, soft_cap=soft_cap)
+    arguments = (q, k_blocks, v_blocks, block_tables, kv_lens, cu_q_lens)
+    out, lse = _attend(*arguments, options)
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
+    v_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
+    block_tables: Int32[Array, "rows width"],
+    kv_lens: Int32[Array, " rows"],
+    cu_q_lens: Int32[Array, " rows+1"],
+    options: _Options,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]:
+    tokens, rows = q.shape[0], block_tables.shape[0]
     blocks = (k_blocks, v_blocks, block_tables)
     single_pool = _make_pool(*blocks, _SINGLE_TILE_KV)
     if tokens <= rows:

@@ -8,6 +8,7 @@ import pytest
 
 from jaxkv import KVCache, LayerKV, paged_attention
 from jaxkv.device import attention as attention_module
+from pallas_kernels import target
 from tests.helpers import TOLERANCE, Workload, dense_attention, random_paged_case
 
 # Lengths straddle blocks (8), query tiles (64) and key tiles (64 and 128).
@@ -155,19 +156,42 @@ def test_arguments_that_do_not_fit_are_named():
         attend(implementation="triton")
 
 
-def test_a_named_implementation_that_cannot_raises_and_auto_goes_on(monkeypatch):
+class Gpu:
+    platform = "gpu"
+    device_kind = "NVIDIA H200"
+    compute_capability = "9.0"
+
+
+def test_a_named_implementation_that_cannot_raises_and_auto_goes_on(
+    monkeypatch, caplog
+):
     case = random_paged_case(Workload(rows=((1, 5),)))
     q, arguments = jnp.asarray(case.q), case.arguments()
+    monkeypatch.setattr(attention_module, "target_device", lambda: Gpu)
+    monkeypatch.setattr(target, "target_device", lambda: Gpu)
     with pytest.raises(NotImplementedError, match="queries of float32"):
         paged_attention(q, case.cache, 0, implementation="mosaic_gpu", **arguments)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    order = ("mosaic_gpu", "xla")
-    monkeypatch.setattr(attention_module, "_AUTO_ORDER", {"gpu": order})
-    out = paged_attention(q, case.cache, 0, **arguments)
+    for _ in range(2):
+        out = paged_attention(q, case.cache, 0, **arguments)
     np.testing.assert_allclose(
         out, dense_attention(case)[0], atol=TOLERANCE["float32"], rtol=0
     )
+    assert [record.getMessage() for record in caplog.records] == [
+        "paged_attention: mosaic_gpu cannot do this: queries of float32: only bfloat16 "
+        "and float16"
+    ]
     monkeypatch.setattr(attention_module, "_AUTO_ORDER", {"gpu": ("mosaic_gpu",)})
     with pytest.raises(ExceptionGroup, match="no implementation") as caught:
         paged_attention(q, case.cache, 0, **arguments)
     assert re.search("queries of float32", str(caught.value.exceptions[0]))
+
+
+def test_a_kernel_named_on_a_device_it_does_not_know_raises(monkeypatch):
+    case = random_paged_case(Workload(rows=((1, 5),)))
+    q, arguments = jnp.asarray(case.q), case.arguments()
+    with pytest.raises(NotImplementedError, match="kind cpu: only NVIDIA Hopper"):
+        paged_attention(q, case.cache, 0, implementation="mosaic_gpu", **arguments)
+    monkeypatch.setattr(Gpu, "compute_capability", "8.0")
+    monkeypatch.setattr(target, "target_device", lambda: Gpu)
+    with pytest.raises(NotImplementedError, match="only NVIDIA Hopper"):
+        paged_attention(q, case.cache, 0, implementation="mosaic_gpu", **arguments)

@@ -1,4 +1,4 @@
-"""The entry point to the GPU kernels: which one can do this case, if any.
+"""The entry point to the GPU kernels: which of them takes a case, if any can.
 
 A kernel raises `NotImplementedError` for a case it cannot do, and only for that.
 """
@@ -7,19 +7,22 @@ import functools
 from typing import Any, no_type_check
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.decode import paged_decode
+from pallas_kernels.decode import max_tokens_per_tile, paged_decode
+from pallas_kernels.mosaic import check_supported
 from pallas_kernels.prefill import paged_prefill
-from pallas_kernels.ragged import row_of_token
+from pallas_kernels.target import check_hopper
+
+MAX_DECODE_TOKENS = 8
+"""Tokens a row, on average, up to which a batch goes to the kernel for decoding."""
 
 
 @no_type_check  # it checks its own arguments, in tests and elsewhere
 @functools.partial(
-    jax.jit, static_argnames=("scale", "window", "soft_cap", "interpret")
+    jax.jit, static_argnames=("scale", "window", "soft_cap", "return_lse", "interpret")
 )
-def paged_attention_mosaic_gpu(
+def paged_attention(
     q: Float[Array, "tokens q_heads head_dim"],
     k_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
     v_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
@@ -30,13 +33,14 @@ def paged_attention_mosaic_gpu(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    return_lse: bool = False,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Run ragged paged attention with a Pallas Mosaic GPU kernel.
 
-    A batch with no more tokens than rows is a decoding one; in it each token is a
-    single query for `paged_decode`, also where a row has several. Others go to
-    `paged_prefill`, their rows of one query too.
+    A batch of at most `MAX_DECODE_TOKENS` tokens a row on average goes to
+    `paged_decode`, whatever its rows' lengths, others to `paged_prefill`. Which is
+    faster is a matter of shapes, not of values: both do every ragged batch.
 
     Args:
         q: Queries, the rows' one after another, padding last.
@@ -48,40 +52,40 @@ def paged_attention_mosaic_gpu(
         scale: Factor on the scores.
         window: Each query sees only its last `window` keys, its own included.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap).
+        return_lse: Return the scores' log-sum-exp too.
         interpret: `plgpu.InterpretGPUParams` to simulate the kernel on a CPU.
 
     Returns:
-        The outputs in q's dtype, and the float32 log-sum-exp of the scores; 0 and
-        -inf for tokens past cu_q_lens[-1] and for queries that see no key.
+        The outputs in q's dtype, and with `return_lse` the float32 [tokens, q_heads]
+        log-sum-exp of the scores; 0 and -inf for tokens past cu_q_lens[-1] and for
+        queries that see no key.
 
     Raises:
         ValueError: Shapes or dtypes do not fit each other.
-        NotImplementedError: No kernel can do this case; the message says what in it.
+        NotImplementedError: No kernel can do this case, or none on this device; the
+            message says what in it.
     """
     _check_arguments(q, k_blocks, v_blocks, block_tables, kv_lens, cu_q_lens)
-    options = {
+    options: dict[str, Any] = {
         "scale": scale,
         "window": window,
         "soft_cap": soft_cap,
         "interpret": interpret,
     }
-    tokens, rows = q.shape[0], block_tables.shape[0]
-    if tokens > rows:
-        return paged_prefill(
-            q, k_blocks, v_blocks, block_tables, kv_lens, cu_q_lens, **options
-        )
-    row, is_real = row_of_token(tokens, cu_q_lens)
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    kv_ends = kv_lens[row] - cu_q_lens[row + 1] + token + 1
-    return paged_decode(
-        q,
-        k_blocks,
-        v_blocks,
-        block_tables,
-        row,
-        jnp.where(is_real, jnp.maximum(kv_ends, 0), 0),
-        **options,
+    if interpret is None:
+        check_hopper()
+    check_supported(q, k_blocks)
+    tokens_per_row = -(-q.shape[0] // block_tables.shape[0])
+    group, head_dim = q.shape[1] // k_blocks.shape[1], q.shape[2]
+    fitting = max_tokens_per_tile(group, head_dim)
+    kernel = paged_prefill
+    if tokens_per_row <= MAX_DECODE_TOKENS and fitting > 0:
+        kernel = paged_decode
+        options["tokens_per_tile"] = min(tokens_per_row, fitting)
+    out, lse = kernel(
+        q, k_blocks, v_blocks, block_tables, kv_lens, cu_q_lens, **options
     )
+    return (out, lse) if return_lse else out
 
 
 def _check_arguments(

@@ -1,0 +1,18 @@
+"""Writes budget.json anew for the jax release that runs it.
+
+python -m tests.pallas_kernels.write_budget
+"""
+
+import json
+
+import jax
+
+from tests import gpu_target
+from tests.pallas_kernels.test_compiled import BUDGET, BUDGET_FILE, CASES, resources
+
+if __name__ == "__main__":
+    budget = BUDGET.setdefault(jax.__version__, {})
+    for name, case in CASES.items():
+        budget[name] = gpu_target.call(resources, case=case)
+        print(name, budget[name])
+    BUDGET_FILE.write_text(json.dumps(BUDGET, indent=2) + "\n")
