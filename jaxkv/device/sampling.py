@@ -7,9 +7,13 @@ all kinds share one step. Work that no row asks for is skipped at run time by
 Truncation sorts nothing. The k-th largest logit and the nucleus' smallest are found
 exactly by bisection over the bits of order-preserving integers: 32 passes over the
 logits, where sorting a vocabulary costs several times that on any backend.
+
+The logits of a large batch are large, so whatever is made of them is made for a tile of
+rows at a time; and what a rule drops is said by a threshold, not by other logits.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -26,8 +30,10 @@ MAX_SUPPRESSED = 32
 PRNG_IMPL = "threefry2x32"
 """Fixed, so that a seed means the same whatever JAX's default is."""
 
-
 _ARGMAX_TILE = 128
+
+_TILE_LOGITS = 2**21
+"""Most logits worked on at once: 8 MiB, which is 16 rows of Llama 3's vocabulary."""
 
 
 class SamplingInputs(NamedTuple):
@@ -100,16 +106,54 @@ def sample(
     tokens = lax.cond(
         is_plain,
         lambda logits, _: _likeliest(logits),
-        _choose,
+        lambda logits, inputs: _in_tiles(_choose, logits, inputs),
         logits,
         inputs,
     )
     logprobs = lax.cond(
         inputs.wants_logprobs,
-        lambda: token_logprobs(logits, tokens),
+        lambda: _in_tiles(token_logprobs, logits, tokens),
         lambda: empty_logprobs(logits.shape[0]),
     )
     return tokens, logprobs
+
+
+def _in_tiles[Result](
+    function: Callable[..., Result], logits: Float[Array, "rows vocab"], *others
+) -> Result:
+    """Call a function of rows for a tile of rows at a time.
+
+    Args:
+        function: From the rows' arrays to others of as many rows.
+        logits: Its first argument; their number decides about the tiles.
+        *others: Pytrees of arrays with a line per row, or of scalars for all of them.
+    """
+    rows, vocab = logits.shape
+    num_tiles = math.ceil(rows / max(1, _TILE_LOGITS // vocab))
+    tile = math.ceil(rows / num_tiles)
+    if tile == rows:
+        return function(logits, *others)
+
+    def one_tile(index: jax.Array, result: Result) -> Result:
+        # The last tile may repeat rows, which is harmless.
+        start = jnp.minimum(index * tile, rows - tile)
+
+        def part_of(whole: jax.Array) -> jax.Array:
+            if whole.ndim == 0:
+                return whole
+            return lax.dynamic_slice_in_dim(whole, start, tile)
+
+        return jax.tree.map(
+            lambda whole, part: lax.dynamic_update_slice_in_dim(
+                whole, part, start, axis=0
+            ),
+            result,
+            function(*jax.tree.map(part_of, (logits, *others))),
+        )
+
+    shapes = jax.eval_shape(function, logits, *others)
+    result = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return lax.fori_loop(0, math.ceil(rows / tile), one_tile, result)
 
 
 def _choose(
@@ -119,13 +163,7 @@ def _choose(
     penalised = lax.cond(
         _any_penalty(inputs), _apply_penalties, lambda logits, _: logits, logits, inputs
     )
-    allowed = lax.cond(
-        jnp.any(inputs.suppressed_ids < logits.shape[1]),
-        _suppress,
-        lambda logits, _: logits,
-        penalised,
-        inputs.suppressed_ids,
-    )
+    allowed = _suppress(penalised, inputs.suppressed_ids)
     greedy = _likeliest(allowed)
     return lax.cond(
         jnp.any(inputs.temperature > 0),
@@ -187,18 +225,21 @@ def _apply_penalties(
     Repetition (CTRL, Keskar et al., 2019, section 4.1) counts the prompt too;
     presence and frequency, as OpenAI defines them, count generated tokens only.
     """
-    rows, width = inputs.history.shape
-    place = jnp.arange(width, dtype=jnp.int32)[None, :]
+    rows, vocab = logits.shape
+    place = jnp.arange(inputs.history.shape[1], dtype=jnp.int32)[None, :]
     is_token = place < inputs.history_lens[:, None]
     is_output = is_token & (place >= inputs.prompt_lens[:, None])
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    zeros = jnp.zeros(logits.shape, jnp.float32)
-    seen = zeros.at[row, inputs.history].max(is_token.astype(jnp.float32)) > 0
-    counts = zeros.at[row, inputs.history].add(is_output.astype(jnp.float32))
 
+    said = jnp.take_along_axis(logits, inputs.history, axis=1)
     repetition = inputs.repetition_penalty[:, None]
-    penalised = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(seen, penalised, logits)
+    said = jnp.where(said > 0, said / repetition, said * repetition)
+    # Ids of `vocab` are dropped; a token said twice is written twice, the same.
+    ids = jnp.where(is_token, inputs.history, vocab)
+    logits = logits.at[row, ids].set(said, mode="drop")
+
+    counts = jnp.zeros(logits.shape, jnp.float32)
+    counts = counts.at[row, inputs.history].add(is_output.astype(jnp.float32))
     logits = logits - inputs.frequency_penalty[:, None] * counts
     return logits - inputs.presence_penalty[:, None] * jnp.minimum(counts, 1.0)
 
@@ -217,13 +258,12 @@ def _draw(
     """Draw from the truncated distribution, each row with its own key."""
     temperature = jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)
     logits = logits / temperature[:, None]
-    logits = lax.cond(
+    threshold = lax.cond(
         jnp.any((inputs.top_k > 0) | (inputs.top_p < 1.0) | (inputs.min_p > 0.0)),
-        _truncate,
-        lambda logits, _: logits,
-        logits,
-        inputs,
+        lambda: _threshold(logits, inputs),
+        lambda: jnp.full((logits.shape[0], 1), -jnp.inf, logits.dtype),
     )
+    logits = _keep_at_least(logits, threshold)
 
     def draw_row(
         key: jax.Array, position: jax.Array, row_logits: jax.Array
@@ -235,26 +275,27 @@ def _draw(
     return tokens.astype(jnp.int32)
 
 
-def _truncate(
+def _threshold(
     logits: Float[Array, "rows vocab"], inputs: SamplingInputs
-) -> Float[Array, "rows vocab"]:
-    """Drop tokens by min-p, then top-k, then top-p; ties at a threshold all stay."""
+) -> Float[Array, "rows 1"]:
+    """Find the smallest logits that min-p, then top-k, then top-p keep.
+
+    Ties at a threshold all stay. It is -inf where everything does.
+    """
     best = jnp.max(logits, axis=-1, keepdims=True)
     # log(0) is -inf: min_p 0 keeps everything.
-    logits = _keep_at_least(logits, best + jnp.log(inputs.min_p)[:, None])
-    logits = lax.cond(
+    threshold = best + jnp.log(inputs.min_p)[:, None]
+    threshold = lax.cond(
         jnp.any(inputs.top_k > 0),
-        _keep_top_k,
-        lambda logits, _: logits,
-        logits,
-        inputs.top_k,
+        lambda: jnp.maximum(threshold, _top_k_threshold(logits, inputs.top_k)),
+        lambda: threshold,
     )
     return lax.cond(
         jnp.any(inputs.top_p < 1.0),
-        _keep_top_p,
-        lambda logits, _: logits,
-        logits,
-        inputs.top_p,
+        lambda: jnp.maximum(
+            threshold, _top_p_threshold(logits, inputs.top_p, threshold)
+        ),
+        lambda: threshold,
     )
 
 
@@ -264,57 +305,65 @@ def _keep_at_least(
     return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
-def _keep_top_k(
+def _top_k_threshold(
     logits: Float[Array, "rows vocab"], top_k: Int32[Array, " rows"]
-) -> Float[Array, "rows vocab"]:
-    order = _ordered_bits(logits)
+) -> Float[Array, "rows 1"]:
     threshold = _largest_threshold(
-        order,
+        logits,
         lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= top_k,
     )
-    is_off = (top_k <= 0)[:, None]
-    return jnp.where(is_off | (order >= threshold), logits, -jnp.inf)
+    return jnp.where((top_k > 0)[:, None], threshold, -jnp.inf)
 
 
-def _keep_top_p(
-    logits: Float[Array, "rows vocab"], top_p: Float[Array, " rows"]
-) -> Float[Array, "rows vocab"]:
-    """Keep the smallest set of likeliest tokens whose mass reaches top_p.
+def _top_p_threshold(
+    logits: Float[Array, "rows vocab"],
+    top_p: Float[Array, " rows"],
+    threshold: Float[Array, "rows 1"],
+) -> Float[Array, "rows 1"]:
+    """Find the smallest of the likeliest tokens whose mass reaches top_p.
 
-    Nucleus sampling (Holtzman et al., 2020, section 3.1).
+    Nucleus sampling (Holtzman et al., 2020, section 3.1), where tokens below
+    `threshold` have no mass.
     """
-    order = _ordered_bits(logits)
-    probabilities = jax.nn.softmax(logits, axis=-1)
-    threshold = _largest_threshold(
-        order,
+    probabilities = jax.nn.softmax(_keep_at_least(logits, threshold), axis=-1)
+    nucleus = _largest_threshold(
+        logits,
         lambda kept: jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1) >= top_p,
     )
-    is_off = (top_p >= 1.0)[:, None]
-    return jnp.where(is_off | (order >= threshold), logits, -jnp.inf)
-
-
-def _ordered_bits(x: Float[Array, "rows vocab"]) -> UInt32[Array, "rows vocab"]:
-    """Map float32 to uint32 so that the order stays the same; both zeros are equal."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-    sign = jnp.uint32(0x80000000)
-    return jnp.where(bits & sign, ~bits, bits | sign)
+    return jnp.where((top_p < 1.0)[:, None], nucleus, -jnp.inf)
 
 
 def _largest_threshold(
-    order: UInt32[Array, "rows vocab"], is_enough
-) -> UInt32[Array, "rows 1"]:
-    """Find each row's largest t for which the set {order >= t} is enough.
+    logits: Float[Array, "rows vocab"], is_enough
+) -> Float[Array, "rows 1"]:
+    """Find each row's largest t for which the set {logits >= t} is enough.
 
     Args:
-        order: Keys to compare.
+        logits: What to compare.
         is_enough: From a [rows, vocab] mask of kept tokens to one bool a row; once
             false it stays false as the set shrinks.
+
+    Returns:
+        The thresholds; -inf where not even everything is enough.
     """
 
     def try_bit(index: jax.Array, threshold: jax.Array) -> jax.Array:
         bit = jnp.uint32(1) << (jnp.uint32(31) - index.astype(jnp.uint32))
         candidate = threshold | bit
-        return jnp.where(is_enough(order >= candidate)[:, None], candidate, threshold)
+        kept = logits >= _float_at(candidate)
+        return jnp.where(is_enough(kept)[:, None], candidate, threshold)
 
-    start = jnp.zeros((order.shape[0], 1), jnp.uint32)
-    return lax.fori_loop(0, 32, try_bit, start)
+    start = jnp.zeros((logits.shape[0], 1), jnp.uint32)
+    return _float_at(lax.fori_loop(0, 32, try_bit, start))
+
+
+def _float_at(place: UInt32[Array, "rows 1"]) -> Float[Array, "rows 1"]:
+    """Return the float32 at a place in their order.
+
+    Places up to -inf's all hold -inf; those beyond inf's hold NaN, which nothing
+    reaches.
+    """
+    sign, minus_inf = jnp.uint32(0x80000000), jnp.uint32(0x007FFFFF)
+    place = jnp.maximum(place, minus_inf)
+    bits = jnp.where(place >= sign, place ^ sign, ~place)
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -16,8 +16,8 @@ HISTORY = 12
 DRAWS = 20_000
 
 sample = jax.jit(sampling.sample)
-truncate = jax.jit(sampling._truncate)
-ordered_bits = jax.jit(sampling._ordered_bits)
+threshold = jax.jit(sampling._threshold)
+float_at = jax.jit(sampling._float_at)
 
 
 def inputs(rows=ROWS, vocab=VOCAB, histories=(), suppressed=(), **changes):
@@ -84,11 +84,8 @@ def tokens_of(logits, **arguments):
 def kept(logits, **arguments):
     """Which tokens survive min-p, top-k and top-p."""
     logits = np.asarray(logits, np.float32)
-    left = truncate(jnp.asarray(logits), inputs(*logits.shape, **arguments))
-    left = np.asarray(left)
-    keeps = ~np.isneginf(left)
-    np.testing.assert_array_equal(left[keeps], logits[keeps])
-    return keeps
+    least = threshold(jnp.asarray(logits), inputs(*logits.shape, **arguments))
+    return (logits >= np.asarray(least)) & ~np.isneginf(logits)
 
 
 def softmax(logits):
@@ -212,7 +209,8 @@ def test_top_p_equal_to_a_sum_of_probabilities_needs_no_further_token():
 def test_top_p_one_keeps_a_row_whole_beside_one_that_truncates():
     top_p = np.ones(ROWS)
     top_p[0] = 0.01
-    keeps = kept(random_logits(), top_p=top_p)
+    # So far apart that a part of them has all of the mass, in float32.
+    keeps = kept(100 * random_logits(), top_p=top_p)
     assert keeps[0].sum() == 1
     assert keeps[1:].all()
 
@@ -545,28 +543,78 @@ def test_logprobs_nobody_wants_are_zeros_and_change_no_token():
         np.testing.assert_array_equal(field, np.zeros(field.shape))
 
 
-# The order of bits
+# Tiles of rows
 
 
-def test_ordered_bits_keep_the_order_of_floats():
-    finfo = np.finfo(np.float32)
-    magnitudes = [finfo.tiny, 1e-20, 0.5, np.nextafter(np.float32(1), 2), 1.0, 3e8]
-    magnitudes += [finfo.max, np.inf]
-    floats = np.sort(np.array([0.0, *magnitudes, *np.negative(magnitudes)], np.float32))
-    bits = np.asarray(ordered_bits(jnp.asarray(floats[None])))[0].astype(np.int64)
-    assert (np.diff(bits) > 0).all()
-    assert bits[0] >= 0
+@pytest.mark.parametrize("rows_at_once", [1, 2, 4])
+def test_rows_choose_the_same_in_tiles_as_all_at_once(rows_at_once, monkeypatch):
+    rows = 7
+    logits = random_logits(seed=13, rows=rows)
+    arguments = inputs(
+        rows,
+        temperature=[0.0, 1.0, 2.0, 0.0, 1.0, 5.0, 0.0],
+        top_k=[0, 0, 3, 0, 0, 9, 2],
+        top_p=[1.0, 0.8, 1.0, 0.3, 1.0, 0.9, 1.0],
+        min_p=[0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0],
+        histories=HISTORIES[1:],
+        repetition_penalty=[1.0, 1.0, 1.5, 1.0, 3.0, 1.0, 1.0],
+        frequency_penalty=[1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0],
+        suppressed=[[], [1, 2], [], [int(logits[3].argmax())], [], [], [0]],
+        positions=np.arange(rows),
+        wants_logprobs=True,
+    )
+    whole = sample(jnp.asarray(logits), arguments)
+    monkeypatch.setattr(sampling, "_TILE_LOGITS", rows_at_once * VOCAB)
+    in_tiles = jax.jit(lambda *x: sampling.sample(*x))(jnp.asarray(logits), arguments)
+    jax.tree.map(np.testing.assert_array_equal, in_tiles, whole)
 
 
-def test_ordered_bits_of_zero_and_minus_zero_are_equal():
-    bits = np.asarray(ordered_bits(jnp.asarray([[0.0, -0.0, 0.0]], jnp.float32)))
-    assert len(set(bits[0].tolist())) == 1
+@pytest.mark.parametrize(
+    ("rows_at_once", "tile"), [(0.5, 1), (1, 1), (2.9, 2), (3, 3), (6, 4), (7, 7)]
+)
+def test_tiles_are_as_equal_as_can_be_and_no_larger_than_allowed(
+    rows_at_once, tile, monkeypatch
+):
+    shapes = []
+
+    def function(logits, numbers, scalar):
+        shapes.append((logits.shape, numbers.shape, scalar.shape))
+        return logits[:, 0] + numbers * scalar
+
+    monkeypatch.setattr(sampling, "_TILE_LOGITS", int(rows_at_once * VOCAB))
+    logits, numbers = jnp.ones((7, VOCAB)), jnp.arange(7.0)
+    result = sampling._in_tiles(function, logits, numbers, jnp.float32(2.0))
+    np.testing.assert_array_equal(result, 1 + 2 * np.arange(7))
+    assert shapes[-1] == ((tile, VOCAB), (tile,), ())
 
 
-def test_ordered_bits_keep_the_order_of_random_floats():
+# The order of floats
+
+
+def test_places_hold_the_floats_in_their_order():
+    floats = np.array([-np.inf, -1.0, -1e-20, -0.0, 0.0, 1e-20, 1.0, np.inf])
+    bits = floats.astype(np.float32).view(np.uint32)
+    places = np.where(bits >> 31, ~bits, bits | np.uint32(0x80000000))
+    assert (np.diff(places.astype(np.int64)) > 0).all()
+    held = np.asarray(float_at(jnp.asarray(places)[:, None]))[:, 0]
+    np.testing.assert_array_equal(held.view(np.uint32), bits)
+
+
+def test_places_before_the_first_float_hold_it_and_those_past_the_last_hold_nan():
+    before = jnp.asarray([[0], [1], [0x00400000], [0x007FFFFF]], jnp.uint32)
+    assert np.isneginf(float_at(before)).all()
+    past = jnp.asarray([[0xFF800001], [0xFFC00000], [0xFFFFFFFF]], jnp.uint32)
+    assert np.isnan(float_at(past)).all()
+    last = jnp.asarray([[0xFF800000]], jnp.uint32)
+    assert np.isposinf(float_at(last)).all()
+
+
+def test_thresholds_are_exact_on_random_floats():
     rng = np.random.default_rng(0)
-    patterns = rng.integers(0, 2**32, 4096, dtype=np.uint32)
+    patterns = rng.integers(0, 2**32, (ROWS, 512), dtype=np.uint32)
     floats = patterns.view(np.float32)
-    floats = np.unique(floats[np.abs(floats) >= np.finfo(np.float32).tiny])
-    bits = np.asarray(ordered_bits(jnp.asarray(floats[None])))[0].astype(np.int64)
-    assert (np.diff(bits) > 0).all()
+    floats = np.where(np.abs(floats) >= np.finfo(np.float32).tiny, floats, 1.0)
+    kth = 1 + 60 * np.arange(ROWS)
+    least = threshold(jnp.asarray(floats), inputs(*floats.shape, top_k=kth))
+    expected = np.sort(floats, -1)[np.arange(ROWS), -kth]
+    np.testing.assert_array_equal(np.asarray(least)[:, 0], expected)

@@ -3,6 +3,7 @@
 Read off XLA's optimised program, for this machine's CPU and for an H200.
 """
 
+import json
 import math
 import os
 import subprocess
@@ -146,6 +147,7 @@ def test_ten_steps_do_the_same_with_x64_enabled():
 # --- for an H200, without one ----------------------------------------------------
 
 LLAMA_8B_LAYERS = 32
+BUDGET = json.loads((gpu_target.ROOT / "tests/pallas_kernels/budget.json").read_text())
 
 
 def llama_8b_cache_config():
@@ -178,7 +180,6 @@ def llama_8b_decode_step(implementation):
         max_model_len=8192,
         vocab_size=config.vocab_size,
     )
-    # By name: the default backend of this process is not the one compiled for.
     step = make_step(
         config,
         num_token_ids=config.vocab_size,
@@ -202,8 +203,8 @@ def llama_8b_decode_step(implementation):
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("implementation", ["xla", "auto"])
 def test_an_h200_decodes_llama_8b_with_every_pool_in_place_and_none_copied(
     implementation,
 ):
@@ -212,11 +213,14 @@ def test_an_h200_decodes_llama_8b_with_every_pool_in_place_and_none_copied(
     use = pool_use(step["text"], elements_of_a_pool(config))
     assert use == PoolUse(num_writes=2 * LLAMA_8B_LAYERS, made=[])
     assert step["alias_bytes"] == config.total_bytes
-    # Not even one pool fits in there. It is six float32 [64, 128256] arrays, 197 MB,
-    # of sampling, however many the layers.
-    assert step["temp_bytes"] < config.total_bytes / (2 * LLAMA_8B_LAYERS)
+    # The float32 [64, 128256] logits are 33 MB of them; the rest are tiles of those.
+    assert step["temp_bytes"] < 64e6
+    if jax.__version__ not in BUDGET:
+        pytest.skip(f"budget.json has no figures for jax {jax.__version__}")
+    budget = BUDGET[jax.__version__]["llama-3.1-8b decode step, 64 rows"]
+    assert step["temp_bytes"] <= budget["temporaries"]
     num_kernels = step["text"].count('custom_call_target="mosaic_gpu')
-    assert num_kernels == (LLAMA_8B_LAYERS if implementation == "mosaic_gpu" else 0)
+    assert num_kernels == (LLAMA_8B_LAYERS if implementation == "auto" else 0)
 
 
 @pytest.mark.parametrize("found", [None, "0.11.1"])
@@ -225,7 +229,7 @@ def test_a_missing_or_unequal_cuda_plugin_is_a_clear_error(found, tmp_path):
         folder = tmp_path / f"jax_cuda13_plugin-{found}.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Name: jax-cuda13-plugin\nVersion: {found}\n")
-    message = f"needs jax-cuda13-plugin 0.11.2, .* found {found}: .*`make test`"
+    message = f"needs jax-cuda13-plugin 0.11.2, .* found {found}: .*`make test-gpu"
     with pytest.raises(RuntimeError, match=message):
         gpu_target.check_plugin("0.11.2", [str(tmp_path)])
 
@@ -349,7 +353,7 @@ def test_a_step_that_makes_an_array_of_a_pools_size_is_seen(fault):
     assert pool_use(compile_write(FAULTS[fault]).as_text(), POOL_ELEMENTS).made
 
 
-@pytest.mark.slow
+@pytest.mark.gpu_compile
 def test_the_faults_are_seen_on_an_h200_too():
     texts = gpu_target.call(faulty_steps_on_an_h200)
     assert [x for x in texts if not pool_use(texts[x], POOL_ELEMENTS).made] == []
