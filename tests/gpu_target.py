@@ -3,7 +3,7 @@
 jax's CUDA plugin compiles for a device that is only described. Without NVIDIA's
 libraries it can run nothing, and jax would complain of it at every start. So it lies
 in a folder of its own, outside the environment that everything else uses, and only
-the process that `call` starts sees that folder. `make test` fills it.
+the process that `call` starts sees that folder. `make test-gpu-compile` fills it.
 """
 
 import importlib
@@ -101,7 +101,7 @@ def check_plugin(wanted: str, path: list[str]) -> None:
     if found != wanted:
         raise RuntimeError(
             f"compiling for an H200 needs {PLUGIN} {wanted}, as jaxlib is, and found "
-            f"{found}: remove {FOLDER}* and run `make test`, which installs it there"
+            f"{found}: remove {FOLDER}*; `make test-gpu-compile` installs it there"
         )
 
 
