@@ -280,7 +280,8 @@ class EngineConfig:
         policy: Order of waiting requests; only `fcfs` so far.
         preemption: What happens to a preempted request's K and V; `auto` and
             `recompute` drop and recompute them.
-        enable_prefix_caching: Must be False so far.
+        enable_prefix_caching: Requests find the blocks of equal first tokens that
+            others computed.
         warmup: `eager` compiles every bucket in the constructor, `lazy` on first use.
         debug_blocks: Check the block pool's invariants after every step.
         attention_implementation: As `paged_attention`'s `implementation`.
@@ -299,7 +300,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     policy: Literal["fcfs"] = "fcfs"
     preemption: Literal["auto", "recompute"] = "auto"
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     warmup: Literal["eager", "lazy"] = "eager"
     debug_blocks: bool = False
     attention_implementation: str = "auto"
@@ -322,7 +323,7 @@ class EngineConfig:
             ("kv_cache_dtype", dtypes),
             ("policy", ("fcfs",)),
             ("preemption", ("auto", "recompute")),
-            ("enable_prefix_caching", (False,)),
+            ("enable_prefix_caching", (True, False)),
             ("warmup", ("eager", "lazy")),
             (
                 "attention_implementation",

@@ -21,7 +21,12 @@ from jaxkv.engine.outputs import EngineStats, RequestOutput
 from jaxkv.engine.records import RequestRecord, make_detokenizer
 from jaxkv.engine.runner import ModelRunner, RequestKeys, Runner
 from jaxkv.engine.sizing import check_fits, choose_num_blocks
-from jaxkv.host.request import Request, SamplingParams, max_total_tokens
+from jaxkv.host.request import (
+    CacheKey,
+    Request,
+    SamplingParams,
+    max_total_tokens,
+)
 from jaxkv.host.scheduler import Schedule, Scheduler
 
 
@@ -73,6 +78,7 @@ class Engine:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
             max_num_partial_prefills=config.max_num_partial_prefills,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
@@ -164,6 +170,9 @@ class Engine:
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: CacheKey | None = None,
+        adapter: CacheKey | None = None,
     ) -> None:
         """Queue a request.
 
@@ -171,6 +180,9 @@ class Engine:
             request_id: Must not be that of an unfinished request.
             prompt_token_ids: At least one id, each inside the vocabulary.
             sampling_params: None: the defaults.
+            cache_salt: Its blocks are shared only with requests of the same one.
+            adapter: Names one load of whatever else changes K and V; enters the
+                digests of its blocks and does nothing else.
 
         Raises:
             ValueError: Something is wrong with the request, or it could never fit;
@@ -182,12 +194,19 @@ class Engine:
             raise ValueError(f"request_id must be a string, got {request_id!r}")
         if request_id in self._records:
             raise ValueError(f"request id {request_id!r} is already in use")
+        for name, value in (("cache_salt", cache_salt), ("adapter", adapter)):
+            if value is not None and type(value) not in (str, bytes, int):
+                raise ValueError(
+                    f"{name} must be a string, bytes or an integer, got {value!r}"
+                )
         record = RequestRecord(request_id, prompt, params)
         arrival = self._num_arrivals
         self._num_arrivals += 1
         self._records[request_id] = record
         for child in range(params.n):
-            request = self._make_child(record, child)
+            request = self._make_child(
+                record, child, cache_salt=cache_salt, adapter=adapter
+            )
             if not params.is_greedy:
                 self._keys[request.request_id] = self._request_keys.derive(
                     params.seed, arrival, child
@@ -271,7 +290,15 @@ class Engine:
         return outputs
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block; there are none so far."""
+        """Forget every cached block, so that no later request finds one.
+
+        Call it when the parameters have changed. Requests that run keep what they
+        have, and nobody will find what they compute.
+
+        Returns:
+            True.
+        """
+        self.scheduler.reset_prefix_cache()
         return True
 
     def stats(self) -> EngineStats:
@@ -289,8 +316,8 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions,
             num_swapped_out_bytes=0,
             num_swapped_in_bytes=0,
-            prefix_queries=0,
-            prefix_hits=0,
+            prefix_queries=self.scheduler.prefix_cache.num_queries,
+            prefix_hits=self.scheduler.prefix_cache.num_hits,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             num_compilations=self._runner.num_compilations,
@@ -309,7 +336,7 @@ class Engine:
             block_size=self.config.block_size,
         )
 
-    def _make_child(self, record: RequestRecord, child: int) -> Request:
+    def _make_child(self, record: RequestRecord, child: int, **options: Any) -> Request:
         """Make one of a request's n outputs, with an id of its own."""
         params = record.sampling_params
         detokenizer = make_detokenizer(self.tokenizer, record.prompt_token_ids, params)
@@ -323,6 +350,7 @@ class Engine:
             eos_token_ids=self.limits.eos_token_ids,
             child=child,
             text_stop=detokenizer,
+            **options,
         )
         record.add_child(request, detokenizer)
         return request

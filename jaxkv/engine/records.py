@@ -80,7 +80,7 @@ class RequestRecord:
             request_id=self.request_id,
             finished=self.finished,
             prompt_token_ids=ReadOnlyView(self.prompt_token_ids),
-            num_cached_tokens=0,
+            num_cached_tokens=self.children[0].num_cached_tokens or 0,
             prompt_logprobs=prompt_logprobs,
             outputs=[self._completion(child) for child in self.children],
         )

@@ -80,3 +80,47 @@ def block_hashes(
         digest = hashlib.sha256(message).digest()
         digests.append(digest)
     return digests
+
+
+class BlockChain:
+    """The digests of one request's full blocks, extended as its tokens come.
+
+    Attributes:
+        root: What the chain starts from; two chains of different roots never meet.
+        digests: One for each block hashed so far.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        root: bytes = b"",
+        adapter: str | bytes | int | None = None,
+        salt: str | bytes | int | None = None,
+    ):
+        """Start an empty chain; see `block_hashes`."""
+        self.root = root
+        self.digests: list[bytes] = []
+        self._block_size = block_size
+        self._extras = {"adapter": adapter, "salt": salt}
+
+    def extend(self, token_ids: Sequence[int], num_blocks: int) -> list[bytes]:
+        """Hash further blocks, until there are so many.
+
+        Args:
+            token_ids: All tokens from the first one on; at least num_blocks blocks.
+            num_blocks: How many digests are wanted.
+
+        Returns:
+            `digests` itself: read it only; it may have more.
+        """
+        done = len(self.digests)
+        if num_blocks > done:
+            tokens = token_ids[done * self._block_size : num_blocks * self._block_size]
+            if done:
+                parent, extras = self.digests[-1], {}
+            else:
+                parent, extras = self.root, self._extras
+            self.digests += block_hashes(
+                tokens, self._block_size, parent=parent, **extras
+            )
+        return self.digests

@@ -204,6 +204,14 @@ class BlockPool:
             block_ids.append(block_id)
         return block_ids
 
+    def reset(self) -> None:
+        """Forget every digest: cached blocks become free, held ones stay held."""
+        for block_id in self._index.values():
+            self._digests[block_id] = None
+        self._index.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+
     def check_invariants(self) -> None:
         """Assert that every block is in exactly one state and the index agrees."""
         free, cached = set(self._free), set(self._cached)

@@ -5,6 +5,8 @@ A request's table lists its blocks in the order of its tokens: token i lies in
 their tables here, and every operation will then be all or nothing across them.
 """
 
+from collections.abc import Sequence
+
 from jaxkv.host.block_pool import BlockPool
 
 
@@ -18,6 +20,11 @@ class BlockTables:
     def __init__(self, pool: BlockPool):
         self.pool = pool
         self._tables: dict[str, list[int]] = {}
+
+    @property
+    def num_references(self) -> int:
+        """Blocks of all tables; a shared one counts once for each."""
+        return sum(map(len, self._tables.values()))
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold so many tokens."""
@@ -42,6 +49,18 @@ class BlockTables:
             return False
         self._tables.setdefault(request_id, []).extend(block_ids)
         return True
+
+    def adopt(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Begin the request's table with blocks that hold its first tokens already.
+
+        Args:
+            request_id: A request without blocks.
+            block_ids: Held or cached ones; each gets one more reference.
+        """
+        assert request_id not in self._tables, f"{request_id!r} has blocks already"
+        if block_ids:
+            self.pool.share(block_ids)
+            self._tables[request_id] = list(block_ids)
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
         """Give back the blocks that lie wholly past the first `num_tokens` tokens.

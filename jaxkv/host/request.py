@@ -17,7 +17,10 @@ from typing import Any, Literal, Protocol, no_type_check, runtime_checkable
 
 import numpy as np
 
+from jaxkv.host.block_hash import BlockChain
+
 FinishReason = Literal["stop", "length", "abort"]
+CacheKey = str | bytes | int
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32."""
@@ -252,7 +255,13 @@ class Request:
         token_ids: Prompt and output in one list; only `append_token` adds to it.
         sampling_params: As given.
         child: Which of the user's n outputs.
+        priority: Lower is more urgent, where the scheduler's policy asks for it.
+        cache_salt: Its blocks are shared only with requests of the same one.
+        adapter: Its blocks are shared only with requests of the same one.
         arrival: Its place in the order of arrival; set by `Scheduler.add`.
+        chain: The digests of its blocks; made by the scheduler.
+        num_cached_tokens: Prompt tokens that were found in the prefix cache when it
+            was first admitted; None before.
         eos_token_ids: EOS ids that end it; empty with ignore_eos.
         stop_token_ids: Every id that ends it: EOS ids and the user's.
         max_total_tokens: Most tokens it may have, prompt and output.
@@ -266,15 +275,20 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
         "arrival",
+        "cache_salt",
+        "chain",
         "child",
         "eos_token_ids",
         "finish_reason",
         "max_total_tokens",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_scheduled_tokens",
+        "priority",
         "prompt_token_ids",
         "request_id",
         "row",
@@ -295,6 +309,9 @@ class Request:
         eos_token_ids: Iterable[int] = (),
         child: int = 0,
         text_stop: TextStop | None = None,
+        priority: int = 0,
+        cache_salt: CacheKey | None = None,
+        adapter: CacheKey | None = None,
     ):
         """Make a request that has not been added to a scheduler yet.
 
@@ -307,6 +324,9 @@ class Request:
             eos_token_ids: The model's EOS ids; left out here if ignore_eos is set.
             child: Which of the user's n outputs.
             text_stop: Watches the text; required for stop strings to act.
+            priority: Lower is more urgent.
+            cache_salt: Enters the digests of its blocks.
+            adapter: Likewise.
         """
         self.request_id = request_id
         self.prompt_token_ids: list[int] = list(prompt_token_ids)
@@ -319,7 +339,12 @@ class Request:
         self.stop_token_ids = self.eos_token_ids.union(sampling_params.stop_token_ids)
         self.max_total_tokens = max_total_tokens
         self.text_stop = text_stop
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.adapter = adapter
         self.arrival = 0
+        self.chain: BlockChain | None = None
+        self.num_cached_tokens: int | None = None
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.row: int | None = None

@@ -13,12 +13,14 @@ The rules of one `schedule`, first come first served throughout:
    prompts, as far as the budget goes; `long_prefill_token_threshold` leaves part of
    it to those behind.
 2. Who lacks blocks preempts requests that arrived later, or gives way itself.
-3. Waiting requests are admitted in order; nobody is skipped. The head waits until
-   there is a row, budget, a place among the partial prefills unless its prompt ends
-   within this step, and room: every running request and the new one must be able to
-   finish its known tokens and grow by one block more, where it still can grow. So
-   whoever is admitted is not thrown out again before it has got anywhere, and a
-   victim, whose blocks went to somebody else, is not admitted in the same step.
+3. Waiting requests are admitted in order; nobody is skipped, but who needs a block
+   that somebody else is computing lets others pass until it can find it in the cache.
+   The head waits until there is a row, budget, a place among the partial prefills
+   unless its prompt ends within this step, and room: every running request and the
+   new one must be able to finish its known tokens and grow by one block more, where it
+   still can grow. So whoever is admitted is not thrown out again before it has got
+   anywhere, and a victim, whose blocks went to somebody else, is not admitted in the
+   same step.
 
 The earliest running request can always grow (everybody else's blocks are its to
 take), and an idle scheduler can always admit, so every step does some work.
@@ -36,6 +38,7 @@ import numpy as np
 from jaxkv.host.block_pool import BlockPool
 from jaxkv.host.block_tables import BlockTables
 from jaxkv.host.preemption import choose_victims
+from jaxkv.host.prefix_cache import PrefixCache
 from jaxkv.host.request import Request, max_total_tokens
 
 _by_arrival = attrgetter("arrival")
@@ -72,6 +75,7 @@ class _Plan:
     def __init__(self, budget: int):
         self.budget = budget
         self.num_tokens: dict[Request, int] = {}
+        self.victims: set[Request] = set()
 
     def add(self, request: Request, num_tokens: int) -> None:
         self.num_tokens[request] = num_tokens
@@ -104,6 +108,7 @@ class Scheduler:
     Attributes:
         pool: The blocks.
         block_tables: Who holds them.
+        prefix_cache: Who finds which of them.
         num_preemptions: Preemptions so far.
     """
 
@@ -114,6 +119,7 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        enable_prefix_caching: bool = True,
         max_num_partial_prefills: int = 1,
         long_prefill_token_threshold: int = 0,
     ):
@@ -130,8 +136,9 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_partial_prefills = max_num_partial_prefills
         self.long_prefill_token_threshold = long_prefill_token_threshold
-        self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching=False)
+        self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
         self.block_tables = BlockTables(self.pool)
+        self.prefix_cache = PrefixCache(self.pool)
         self.num_preemptions = 0
         self._requests: dict[str, Request] = {}  # unfinished ones
         self._waiting: deque[Request] = deque()  # in order of arrival
@@ -158,7 +165,9 @@ class Scheduler:
     def num_wasted_slots(self) -> int:
         """Slots of held blocks without a computed token; ask after `commit`."""
         computed = sum(request.num_computed_tokens for request in self._running)
-        return self.num_held_slots - computed
+        # What is shared is full, and was counted for each that shares it.
+        shared = self.block_tables.num_references - self.pool.num_held
+        return self.num_held_slots - computed + shared * self.pool.block_size
 
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
@@ -201,6 +210,10 @@ class Scheduler:
             self._retire([request])
         return request
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block; who runs goes on."""
+        self.prefix_cache.reset(self._waiting)
+
     def schedule(self) -> Schedule:
         """Decide the next step: allocate, preempt and admit.
 
@@ -240,6 +253,9 @@ class Scheduler:
                 continue
             request = scheduled.request
             request.num_computed_tokens += scheduled.num_tokens
+            self.prefix_cache.publish(
+                request, self.block_tables.table(request.request_id), scheduled.start
+            )
             if scheduled.samples:
                 assert token is not None, f"no token for {request!r}"
                 request.append_token(token)
@@ -275,7 +291,10 @@ class Scheduler:
 
     def _chunk(self, request: Request, budget: int) -> int:
         """Return how many of the request's next tokens may run in this step."""
-        num_tokens = min(_num_unscheduled(request), budget)
+        return self._at_most(_num_unscheduled(request), budget)
+
+    def _at_most(self, num_tokens: int, budget: int) -> int:
+        num_tokens = min(num_tokens, budget)
         if self.long_prefill_token_threshold:
             num_tokens = min(num_tokens, self.long_prefill_token_threshold)
         return num_tokens
@@ -307,6 +326,7 @@ class Scheduler:
         The caller removes it from the running ones.
         """
         plan.withdraw(request)
+        plan.victims.add(request)
         self._vacate(request)
         request.num_computed_tokens = 0
         request.num_scheduled_tokens = 0
@@ -320,18 +340,29 @@ class Scheduler:
             return
         reserved = sum(map(self._num_blocks_to_come, self._running))
         num_partial = sum(_num_unscheduled(r) > 0 for r in self._running)
+        sharing: list[Request] = []  # they wait for blocks that others compute
         while self._waiting and self._free_rows and plan.budget:
             request = self._waiting[0]
-            num_tokens = self._chunk(request, plan.budget)
-            is_partial = num_tokens < _num_unscheduled(request)
+            if request in plan.victims:
+                break
+            found = self.prefix_cache.find(request)
+            if self.prefix_cache.is_pending(request, found):
+                sharing.append(self._waiting.popleft())
+                continue
+            num_found = len(found) * self.pool.block_size
+            num_left = len(request.token_ids) - num_found
+            num_tokens = self._at_most(num_left, plan.budget)
+            is_partial = num_tokens < num_left
             if is_partial and num_partial >= self.max_num_partial_prefills:
-                return
-            wanted = self._num_blocks_to_come(request)
+                break
+            num_held = sum(self.pool.ref_count(block_id) > 0 for block_id in found)
+            wanted = self._num_blocks_to_come(request) - num_held
             if reserved + wanted > self.pool.num_available:
-                return
-            self._admit(request, num_tokens, plan)
+                break
+            self._admit(request, found, num_tokens, plan)
             reserved += self._num_blocks_to_come(request)
             num_partial += is_partial
+        self._waiting.extendleft(reversed(sharing))
 
     def _num_blocks_to_come(self, request: Request) -> int:
         """Return the blocks it will take for its known tokens and one block more."""
@@ -340,11 +371,19 @@ class Scheduler:
         held = len(self.block_tables.table(request.request_id))
         return min(known + 1, at_most) - held
 
-    def _admit(self, request: Request, num_tokens: int, plan: _Plan) -> None:
+    def _admit(
+        self, request: Request, found: list[int], num_tokens: int, plan: _Plan
+    ) -> None:
+        """Let the head of the queue run: blocks it has found, and its next tokens."""
         self._waiting.popleft()
         request.row = heapq.heappop(self._free_rows)
         bisect.insort(self._running, request, key=_by_arrival)
-        grown = self.block_tables.grow(request.request_id, num_tokens)
+        self.block_tables.adopt(request.request_id, found)
+        request.num_computed_tokens = len(found) * self.pool.block_size
+        request.num_scheduled_tokens = request.num_computed_tokens
+        self.prefix_cache.admit(request, found)
+        target = request.num_computed_tokens + num_tokens
+        grown = self.block_tables.grow(request.request_id, target)
         assert grown, f"{request!r} was admitted without room"
         plan.add(request, num_tokens)
 
@@ -357,6 +396,7 @@ class Scheduler:
 
     def _vacate(self, request: Request) -> None:
         """Give back a running request's blocks and its row."""
+        self.prefix_cache.withdraw(request)
         self.block_tables.release(request.request_id)
         assert request.row is not None, f"{request!r} has no row to give back"
         heapq.heappush(self._free_rows, request.row)
@@ -365,6 +405,7 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert that queues, rows, counters and blocks agree, between any calls."""
         self.block_tables.check_invariants()
+        self.prefix_cache.check_invariants(self._running)
         running, waiting = self._running, list(self._waiting)
         every = {request.request_id: request for request in running + waiting}
         assert every == self._requests, f"{every} against {self._requests}"

@@ -61,7 +61,7 @@ def test_preemption_does_not_change_tokens(tiny, expected, num_blocks):
     order = ["r17", "r33", "r5", "r4", "r3", "r1"]
     assert token_ids(run_engine(engine, greedy_requests(), order)) == expected
     assert engine.stats().num_preemptions > 0 or num_blocks > 16
-    assert engine.stats().free_blocks == num_blocks - 1
+    assert engine.stats().held_blocks == 0
 
 
 def test_preemption_in_the_middle_of_chunks_does_not_change_tokens(tiny, expected):
@@ -188,7 +188,8 @@ def test_after_the_last_step_every_block_is_free_once(block_size, ends_by):
     expected = [4, 5, 6, 7, 8, 9] if ends_by == "max_tokens" else [4, 5, 6, 50]
     assert token_ids(outputs)["r"] == expected
     stats = engine.stats()
-    assert stats.free_blocks == stats.total_blocks == NUM_BLOCKS - 1
+    assert stats.free_blocks + stats.cached_blocks == NUM_BLOCKS - 1
+    assert stats.total_blocks == NUM_BLOCKS - 1
     pool = engine.scheduler.pool
     assert sorted(pool.allocate(stats.total_blocks)) == list(range(1, NUM_BLOCKS))
 
@@ -290,7 +291,7 @@ def test_an_aborted_request_is_reported_once_and_leaves_nothing(tiny):
     assert {o.outputs[0].finish_reason for o in engine.step()} == {"abort"}
     assert not engine.has_unfinished_requests()
     assert engine.step() == []
-    assert engine.stats().free_blocks == NUM_BLOCKS - 1
+    assert engine.stats().held_blocks == 0
     assert engine.stats().num_running == engine.stats().num_waiting == 0
 
 
@@ -403,3 +404,52 @@ def test_stats_count_tokens_once_also_after_preemption(tiny):
     assert stats.generation_tokens == 12 * len(LENGTHS)
     assert stats.peak_held_blocks <= 12
     assert stats.free_blocks + stats.cached_blocks + stats.held_blocks == 12
+
+
+def test_prefix_hits_do_not_change_tokens_and_are_reported(tiny):
+    prompt = list(range(20, 43))
+    requests = {
+        f"r{i}": ([*prompt, i], SamplingParams(max_tokens=9, temperature=0))
+        for i in range(4)
+    }
+    cold = run_engine(tiny.engine(enable_prefix_caching=False), requests)
+    engine = tiny.engine()
+    warm = run_engine(engine, requests)
+    assert token_ids(warm) == token_ids(cold)
+    assert [warm[f"r{i}"].num_cached_tokens for i in range(4)] == [0, 20, 20, 20]
+    assert [output.num_cached_tokens for output in cold.values()] == [0] * 4
+    stats = engine.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (4 * 24, 3 * 20)
+    assert engine.reset_prefix_cache()
+    assert engine.stats().cached_blocks == 0
+    again = run_engine(engine, requests)
+    assert token_ids(again) == token_ids(cold)
+    assert again["r0"].num_cached_tokens == 0
+
+
+def test_prompt_logprobs_are_the_same_whatever_the_cache_holds(tiny):
+    prompt = list(range(20, 29))
+    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=2)
+    engine = tiny.engine()
+    results = [
+        run_engine(engine, {"r": (prompt, params)})["r"].prompt_logprobs
+        for _ in range(2)
+    ]
+    assert len(results[0]) == 9
+    assert results[0][0] is None
+    assert results[0] == results[1]
+
+
+def test_salts_and_adapters_keep_requests_apart(tiny):
+    engine = tiny.engine()
+    prompt = list(range(20, 29))
+    found = []
+    for number, keys in enumerate(
+        [{}, {"cache_salt": "a"}, {"adapter": "a"}, {"cache_salt": "a"}, {}]
+    ):
+        engine.add_request(str(number), prompt, SamplingParams(max_tokens=1), **keys)
+        found.append(engine.step()[0].num_cached_tokens)
+    assert found == [0, 0, 0, 8, 8]
+    with pytest.raises(ValueError, match="cache_salt must be a string, bytes or an"):
+        engine.add_request("x", prompt, cache_salt=1.5)
+    assert not engine.has_unfinished_requests()

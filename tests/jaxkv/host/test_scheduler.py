@@ -17,8 +17,14 @@ EOS = 2
 
 
 def make_scheduler(num_blocks=33, block_size=4, **overrides):
-    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16} | overrides
-    return Scheduler(num_blocks=num_blocks, block_size=block_size, **limits)
+    limits = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "enable_prefix_caching": False,
+    }
+    return Scheduler(
+        num_blocks=num_blocks, block_size=block_size, **(limits | overrides)
+    )
 
 
 def make_request(scheduler, request_id, prompt, max_tokens=4, **params):
@@ -81,7 +87,7 @@ def drain(scheduler, limit=1000):
     while scheduler.has_unfinished():
         steps.append(step(scheduler))
         assert len(steps) < limit
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks - 1
+    assert scheduler.pool.num_available == scheduler.pool.num_blocks - 1
     return steps
 
 
@@ -617,37 +623,54 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare=st.integers(0, 6),
         partial=st.integers(1, 2),
         threshold=st.integers(0, 3),
+        caching=st.booleans(),
         lengths=st.lists(st.integers(1, 12), max_size=4),
     )
     def start(
-        self, num_blocks, block_size, max_num_seqs, spare, partial, threshold, lengths
+        self,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        spare,
+        partial,
+        threshold,
+        caching,
+        lengths,
     ):
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare,
+            enable_prefix_caching=caching,
             max_num_partial_prefills=partial,
             long_prefill_token_threshold=threshold,
         )
         self.requests = []
         self.expected = {}
         self.in_flight = None
+        self.slots = {}  # (block, offset): the salt and all tokens up to the slot's
+        self.written = {}  # (block, offset): how many resets came before
+        self.num_resets = 0
+        self.admitted = {}  # by request, likewise
+        self.sharing = set()  # requests that waited for others' blocks
         for length in lengths:
-            self.add([3] * length, None, 0)
+            self.add([3] * length, None, 0, None)
 
     @rule(
-        prompt=st.lists(st.integers(3, 9), min_size=1, max_size=14),
+        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=14),
         max_tokens=st.sampled_from([None, None, 20, 5, 1]),
         min_tokens=st.integers(0, 1),
+        salt=st.sampled_from([None, None, "salt"]),
     )
-    def add(self, prompt, max_tokens, min_tokens):
+    def add(self, prompt, max_tokens, min_tokens, salt):
         name = f"r{len(self.requests)}"
         sampling = {"max_tokens": max_tokens, "min_tokens": min_tokens}
         try:
             request = make_request(self.scheduler, name, prompt, **sampling)
         except ValueError:
             return  # it could never fit
+        request.cache_salt = salt
         self.scheduler.add(request)
         self.requests.append(request)
         self.expected[name] = list(prompt)
@@ -664,6 +687,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         schedule = scheduler.schedule()
         self.in_flight = schedule
+        self.read_slots(schedule, had_row)
         assert bool(schedule.rows) == scheduler.has_unfinished()
         assert schedule.num_tokens <= scheduler.max_num_batched_tokens
         rows = {r.request.request_id: r for r in schedule.rows}
@@ -682,10 +706,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         partial = [r for r in running if r.num_scheduled_tokens < len(r.token_ids)]
         assert len(partial) <= scheduler.max_num_partial_prefills
         waiting = [r for r in self.requests if r.row is None and not r.finish_reason]
-        never_ran = [r for r in waiting if not r.num_preemptions]
+        cache = scheduler.prefix_cache
+        # Those let others pass, and may have to wait for a row then.
+        self.sharing |= {r for r in waiting if cache.is_pending(r, cache.find(r))}
+        never_ran = [
+            r for r in waiting if not r.num_preemptions and r not in self.sharing
+        ]
         if never_ran and running:
             oldest = min(r.arrival for r in never_ran)
             assert all(r.arrival < oldest for r in running)
+
+    def read_slots(self, schedule, had_row):
+        """Check what attention would read; note what the step is going to write."""
+        block_size = self.scheduler.pool.block_size
+        self.to_write = {}
+        for scheduled in schedule.rows:
+            request = scheduled.request
+            name = request.request_id
+            if name not in had_row:
+                self.admitted[name] = self.num_resets
+            table = self.scheduler.block_tables.table(name)
+            end = scheduled.start + scheduled.num_tokens
+            for position in range(end):
+                slot = table[position // block_size], position % block_size
+                content = request.cache_salt, tuple(request.token_ids[: position + 1])
+                if position < scheduled.start:
+                    assert self.slots[slot] == content, f"{request!r} at {position}"
+                    assert self.written[slot] >= self.admitted[name]
+                else:
+                    assert slot not in self.to_write, f"{request!r} at {position}"
+                    self.to_write[slot] = content
+
+    @rule()
+    def reset(self):
+        self.scheduler.reset_prefix_cache()
+        self.num_resets += 1
+        assert self.scheduler.pool.num_cached == 0
 
     @precondition(lambda self: self.in_flight is not None)
     @rule(data=st.data())
@@ -698,6 +754,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.commit_tokens(schedule, tokens)
 
     def commit_tokens(self, schedule, tokens):
+        self.slots |= self.to_write
+        self.written |= dict.fromkeys(self.to_write, self.num_resets)
         expected = []
         for scheduled, token in zip(schedule.rows, tokens, strict=True):
             if scheduled.samples and scheduled.request.finish_reason is None:
@@ -764,10 +822,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.run(10)
         assert not self.scheduler.has_unfinished()
-        assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks - 1
+        assert self.scheduler.pool.num_held == 0
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=70, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=350, stateful_step_count=30, deadline=None, derandomize=True
 )

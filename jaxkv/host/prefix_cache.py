@@ -1,0 +1,136 @@
+"""Blocks that were computed before: who finds them, who fills them, who waits.
+
+A request finds the longest chain of published blocks that holds its first tokens. What
+it computes itself is *pending* until its step is committed, and published then. Who
+would compute a pending block too waits for it instead, so that requests which arrive
+together compute a common prefix once.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from jaxkv.host.block_hash import BlockChain
+from jaxkv.host.block_pool import BlockPool
+from jaxkv.host.request import Request
+
+
+class PrefixCache:
+    """The digests of requests, against one `BlockPool`'s index.
+
+    Without prefix caching in the pool it finds nothing and nobody waits.
+
+    Attributes:
+        num_queries: Prompt tokens of requests that were looked up, once each.
+        num_hits: Those of them that were found.
+    """
+
+    def __init__(self, pool: BlockPool):
+        self.pool = pool
+        self.num_queries = 0
+        self.num_hits = 0
+        self._num_resets = 0
+        self._pending: dict[bytes, Request] = {}
+
+    def find(self, request: Request) -> list[int]:
+        """Return the published blocks of the request's first tokens; takes none.
+
+        At least one token is left to compute, since only that gives logits. A request
+        that wants its prompt's log-probabilities finds nothing.
+        """
+        digests = self._digests_to_find(request)
+        return self.pool.lookup(digests)
+
+    def is_pending(self, request: Request, found: Sequence[int]) -> bool:
+        """Whether the first block that a waiting request misses is being computed."""
+        digests = self._digests_to_find(request)
+        return len(found) < len(digests) and digests[len(found)] in self._pending
+
+    def admit(self, request: Request, found: Sequence[int]) -> None:
+        """Count what a request found, and note what it is going to compute."""
+        if not self.pool.enable_prefix_caching:
+            request.num_cached_tokens = 0
+            return
+        found_tokens = len(found) * self.pool.block_size
+        if request.num_cached_tokens is None:
+            hits = min(found_tokens, request.num_prompt_tokens)
+            request.num_cached_tokens = hits
+            self.num_hits += hits
+            if _may_find(request):
+                self.num_queries += request.num_prompt_tokens
+        known = len(request.token_ids) // self.pool.block_size
+        for digest in self._digests(request, known)[len(found) : known]:
+            self._pending.setdefault(digest, request)
+
+    def publish(self, request: Request, table: Sequence[int], num_before: int) -> None:
+        """Publish the blocks that a committed step has filled.
+
+        Args:
+            request: Its computed tokens are counted already.
+            table: Its blocks.
+            num_before: Its computed tokens before the step.
+        """
+        block_size = self.pool.block_size
+        first, end = num_before // block_size, request.num_computed_tokens // block_size
+        if first == end or not self.pool.enable_prefix_caching:
+            return
+        digests = self._digests(request, end)
+        is_current = request.chain is not None and request.chain.root == self._root
+        for place in range(first, end):
+            if is_current:
+                self.pool.publish(table[place], digests[place])
+            self._drop_pending(request, digests[place])
+
+    def withdraw(self, request: Request) -> None:
+        """Note that a request stops computing, before its tokens are forgotten."""
+        if request.chain is not None:
+            first = request.num_computed_tokens // self.pool.block_size
+            for digest in request.chain.digests[first:]:
+                self._drop_pending(request, digest)
+            if request.chain.root != self._root:
+                request.chain = None
+
+    def reset(self, waiting: Iterable[Request]) -> None:
+        """Forget every published block.
+
+        Who runs goes on, and what it computes from now on is not published: its first
+        blocks cannot be found any more.
+        """
+        self.pool.reset()
+        self._pending.clear()
+        self._num_resets += 1
+        for request in waiting:
+            request.chain = None
+
+    @property
+    def _root(self) -> bytes:
+        if self._num_resets == 0:
+            return self.pool.root
+        return self.pool.root + b"reset" + self._num_resets.to_bytes(8, "little")
+
+    def _digests_to_find(self, request: Request) -> Sequence[bytes]:
+        if not (self.pool.enable_prefix_caching and _may_find(request)):
+            return ()
+        num_blocks = (len(request.token_ids) - 1) // self.pool.block_size
+        return self._digests(request, num_blocks)[:num_blocks]
+
+    def _digests(self, request: Request, num_blocks: int) -> list[bytes]:
+        if request.chain is None:
+            request.chain = BlockChain(
+                self.pool.block_size,
+                self._root,
+                adapter=request.adapter,
+                salt=request.cache_salt,
+            )
+        return request.chain.extend(request.token_ids, num_blocks)
+
+    def _drop_pending(self, request: Request, digest: bytes) -> None:
+        if self._pending.get(digest) is request:
+            del self._pending[digest]
+
+    def check_invariants(self, running: Sequence[Request]) -> None:
+        """Assert that what is pending belongs to somebody who runs."""
+        for digest, request in self._pending.items():
+            assert request in running, f"{request!r} does not run, {digest.hex()}"
+
+
+def _may_find(request: Request) -> bool:
+    return request.sampling_params.prompt_logprobs is None
