@@ -47,13 +47,14 @@ test-oldest: .venv-oldest/test.stamp $(MODEL)/config.json
 test-long: test-oldest .venv-oldest/gpu-compile.stamp
 	@$(call test_gpu_compile,.venv-oldest)
 
-# Executables are not kept: each run shows what the compiler at hand makes.
+# Executables are not kept: each run shows what the compiler at hand makes. Shapes are
+# not checked by type annotations: a Python that has jax may not have beartype.
 gpu: export JAX_PLATFORMS = cuda,cpu
 gpu: export JAX_ENABLE_COMPILATION_CACHE = false
 gpu: $(if $(filter .venv-gpu/%,$(GPU_PYTHON)),.venv-gpu/gpu.stamp)
 	@$(GPU_PYTHON) -c 'import jax, sys; \
 	    sys.exit(jax.default_backend() != "gpu" and "jax sees no NVIDIA GPU")'
-	$(GPU_PYTHON) -m pytest -q -m gpu tests/pallas_kernels
+	$(GPU_PYTHON) -m pytest -q -o addopts=--import-mode=importlib -m gpu tests/pallas_kernels
 	$(GPU_PYTHON) -m benchmarks.kernels --quick --output benchmarks/results
 
 $(MODEL)/config.json: $(VENV)/install.stamp

@@ -5,7 +5,8 @@
 Each case's outputs are first compared with the reference in float32; what is wrong is
 reported and not timed. Times are the device's, of many launches that rotate between
 inputs. One JSON line a case goes to stdout, then a table; --output writes both and a
-plot into a folder. Exit status: 1 if one of our kernels failed, 2 if none can run here.
+plot into a folder. Exit status: 1 if one of our kernels failed, 2 if none can run or be
+timed here.
 """
 
 import argparse
@@ -71,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             setup["copy"] = _measured_copy()
         except RuntimeError as error:
-            _say(f"Kernels cannot be timed on this machine: {error}")
-            return 2
+            _say(f"Kernels can be checked here and not be timed: {error}")
     records = []
     try:
         for number, (name, case) in enumerate(cases.items(), start=1):
@@ -89,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = [record["case"] for record in records if record["problem"] is not None]
     if failed:
         _say(f"Failed: {', '.join(failed)}.")
-    return 1 if failed else 0
+    if failed:
+        return 1
+    return 2 if setup["copy"] is None and not arguments.interpret else 0
 
 
 def _arguments(

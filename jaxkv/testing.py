@@ -3,7 +3,7 @@
 # Batch and StepOutput hold numpy arrays on this side of the step, jax.Array inside it.
 # pyright: reportArgumentType=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -85,6 +85,11 @@ class _ScriptedRunner:
         self.compile_seconds = 0.0
         self._next_token = next_token
         self._slots = np.full((num_blocks, block_size), -1, np.int64)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, all read before any is written."""
+        sources, targets = zip(*copies, strict=True)
+        self._slots[list(targets)] = self._slots[list(sources)]
 
     def execute(self, batch: Batch) -> StepOutput:
         """Write the batch's tokens to their slots and read back every row's."""

@@ -4,6 +4,7 @@ A kernel raises `NotImplementedError` for a case it cannot do, and only for that
 """
 
 import functools
+import math
 from typing import Any, no_type_check
 
 import jax
@@ -66,6 +67,7 @@ def paged_attention(
             message says what in it.
     """
     _check_arguments(q, k_blocks, v_blocks, block_tables, kv_lens, cu_q_lens)
+    _check_options(scale, window, soft_cap)
     options: dict[str, Any] = {
         "scale": scale,
         "window": window,
@@ -103,8 +105,8 @@ def _check_arguments(
     ):
         if array.ndim != dims.count(",") + 1:
             raise ValueError(f"{name} has shape {array.shape}, expected {dims}")
-    if q.shape[0] == 0:
-        raise ValueError("q has no tokens")
+        if 0 in array.shape:
+            raise ValueError(f"{name} has shape {array.shape}: nothing in it")
     kv_heads, _, head_dim = k_blocks.shape[1:]
     rows = block_tables.shape[0]
     for name, array, expected in (
@@ -127,3 +129,11 @@ def _check_arguments(
     ):
         if array.dtype != dtype:
             raise ValueError(f"{name} must be {dtype}, got {array.dtype}")
+
+
+def _check_options(scale: float, window: int | None, soft_cap: float | None) -> None:
+    if window is not None and not 1 <= window < 2**31:
+        raise ValueError(f"window must be in [1, 2**31) or None, got {window}")
+    for name, value in (("scale", scale), ("soft_cap", soft_cap)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a finite number > 0, got {value}")

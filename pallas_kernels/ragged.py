@@ -44,7 +44,7 @@ def query_tiles(
     first_of_row = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     most = (tokens + rows * (tokens_per_tile - 1)) // tokens_per_tile
     tile = jnp.arange(min(most, tokens), dtype=jnp.int32)
-    row = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
+    row = _row_of(ends, tile)
     is_real = row < rows
     row = jnp.minimum(row, rows - 1)
     offset = (tile - first_of_row[row]) * tokens_per_tile
@@ -97,7 +97,7 @@ def unpack(
             lse[:, :, :group].reshape(tokens, q_heads),
         )
     token = jnp.arange(tokens, dtype=jnp.int32)
-    row = jnp.searchsorted(cu_q_lens[1:], token, side="right").astype(jnp.int32)
+    row = _row_of(cu_q_lens[1:], token)
     row = jnp.minimum(row, len(cu_q_lens) - 2)
     offset = token - cu_q_lens[row]
     tile = tiles.first_of_row[row] + offset // tokens_per_tile
@@ -110,3 +110,14 @@ def unpack(
         jnp.where(is_real[..., None], out.reshape(q_shape), jnp.zeros((), out.dtype)),
         jnp.where(is_real, lse.reshape(tokens, q_heads), -jnp.inf),
     )
+
+
+def _row_of(
+    ends: Int32[Array, " rows"], place: Int32[Array, " places"]
+) -> Int32[Array, " places"]:
+    """Return the row that each place lies in; the number of rows past the last.
+
+    Compares with all: a binary search is a loop of launches on a GPU.
+    """
+    row = jnp.searchsorted(ends, place, side="right", method="compare_all")
+    return row.astype(jnp.int32)

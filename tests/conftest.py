@@ -3,6 +3,9 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Threads of XLA on the CPU. Pallas' GPU interpreter blocks one for each warpgroup, and
+# with two has been seen to wait for ever.
+os.environ.setdefault("NPROC", "4")
 
 import jax
 import pytest

@@ -151,8 +151,8 @@ def _check_arguments(
 def _check_options(
     scale: float | None, window: int | None, soft_cap: float | None
 ) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 or None, got {window}")
+    if window is not None and not 1 <= window < 2**31:
+        raise ValueError(f"window must be in [1, 2**31) or None, got {window}")
     for name, value in (("scale", scale), ("soft_cap", soft_cap)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be > 0 or None, got {value}")

@@ -163,6 +163,7 @@ class Engine:
         engine = cls(runner, limits, config, tokenizer)
         if config.warmup == "eager":
             runner.compile([engine._builder.empty(b) for b in engine._builder.buckets])
+            runner.compile_copy()
         return engine
 
     def add_request(
@@ -205,7 +206,11 @@ class Engine:
         self._records[request_id] = record
         for child in range(params.n):
             request = self._make_child(
-                record, child, cache_salt=cache_salt, adapter=adapter
+                record,
+                child,
+                source=record.children[0] if child else None,
+                cache_salt=cache_salt,
+                adapter=adapter,
             )
             if not params.is_greedy:
                 self._keys[request.request_id] = self._request_keys.derive(
@@ -362,6 +367,8 @@ class Engine:
                 schedule, self.scheduler.block_tables.table, self._keys.__getitem__
             )
             start = time.perf_counter()
+            if schedule.copies:
+                self._runner.copy_blocks(schedule.copies)
             output = self._runner.execute(batch)
         except BaseException:
             self.scheduler.discard(schedule)

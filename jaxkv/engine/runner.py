@@ -5,7 +5,7 @@ nothing by accident: arguments of another shape or sharding are an error.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.config import CacheConfig, ModelConfig
-from jaxkv.device.cache import init_cache
+from jaxkv.device.cache import copy_blocks, init_cache
 from jaxkv.device.llama import Params, check_params, param_shapes
 from jaxkv.device.sampling import PRNG_IMPL
 from jaxkv.device.step import Batch, StepOutput, make_step
 from jaxkv.engine.batch import Bucket
+
+_COPIES = 8  # blocks a call
 
 
 class Runner(Protocol):
@@ -26,6 +28,10 @@ class Runner(Protocol):
 
     num_compilations: int
     compile_seconds: float
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, (from, to), before the next step."""
+        ...
 
     def execute(self, batch: Batch) -> StepOutput:
         """Run one step; return once its results are on the host."""
@@ -63,6 +69,8 @@ class ModelRunner:
             ),
             donate_argnums=(1,),
         )
+        self._copy = jax.jit(copy_blocks, donate_argnums=(0,))
+        self._copy_executable: Callable | None = None
         self._executables: dict[Bucket, Callable] = {}
         self.num_compilations = 0
         self.compile_seconds = 0.0
@@ -81,6 +89,29 @@ class ModelRunner:
                 self._executables[bucket] = executable
                 self.num_compilations += 1
         self.compile_seconds += time.perf_counter() - start
+
+    def compile_copy(self) -> Callable:
+        """Compile the copying of blocks, unless it is."""
+        if self._copy_executable is None:
+            start = time.perf_counter()
+            ids = np.zeros(_COPIES, np.int32)
+            self._copy_executable = self._copy.lower(self._cache, ids, ids).compile()
+            self.num_compilations += 1
+            self.compile_seconds += time.perf_counter() - start
+        return self._copy_executable
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks in every layer; the cache goes in donated.
+
+        Args:
+            copies: (from, to); no block is a target twice, or both.
+        """
+        executable = self.compile_copy()
+        for begin in range(0, len(copies), _COPIES):
+            padded = np.zeros((2, _COPIES), np.int32)
+            part = np.asarray(copies[begin : begin + _COPIES], np.int32)
+            padded[:, : len(part)] = part.T
+            self._cache = executable(self._cache, *padded)
 
     def execute(self, batch: Batch) -> StepOutput:
         """Run one step; compile its bucket if this is the first use.

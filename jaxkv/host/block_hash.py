@@ -101,7 +101,14 @@ class BlockChain:
         self.root = root
         self.digests: list[bytes] = []
         self._block_size = block_size
-        self._extras = {"adapter": adapter, "salt": salt}
+        self._adapter = adapter
+        self._salt = salt
+
+    def fork(self, num_tokens: int) -> "BlockChain":
+        """Return a chain with the digests of the first tokens, to go its own way."""
+        chain = BlockChain(self._block_size, self.root, self._adapter, self._salt)
+        chain.digests = self.digests[: num_tokens // self._block_size]
+        return chain
 
     def extend(self, token_ids: Sequence[int], num_blocks: int) -> list[bytes]:
         """Hash further blocks, until there are so many.
@@ -116,11 +123,11 @@ class BlockChain:
         done = len(self.digests)
         if num_blocks > done:
             tokens = token_ids[done * self._block_size : num_blocks * self._block_size]
-            if done:
-                parent, extras = self.digests[-1], {}
-            else:
-                parent, extras = self.root, self._extras
             self.digests += block_hashes(
-                tokens, self._block_size, parent=parent, **extras
+                tokens,
+                self._block_size,
+                parent=self.digests[-1] if done else self.root,
+                adapter=None if done else self._adapter,
+                salt=None if done else self._salt,
             )
         return self.digests

@@ -44,20 +44,26 @@ class PrefixCache:
         digests = self._digests_to_find(request)
         return len(found) < len(digests) and digests[len(found)] in self._pending
 
-    def admit(self, request: Request, found: Sequence[int]) -> None:
-        """Count what a request found, and note what it is going to compute."""
+    def admit(self, request: Request, num_found: int) -> None:
+        """Count what a request found, and note what it is going to compute.
+
+        Of several outputs for one prompt only the first is counted.
+        """
         if not self.pool.enable_prefix_caching:
             request.num_cached_tokens = 0
             return
-        found_tokens = len(found) * self.pool.block_size
+        if request.source is not None and request.source.chain is not None:
+            # Its first blocks are the source's, so what it publishes continues theirs,
+            # also if there was a reset since.
+            request.chain = request.source.chain.fork(request.num_prompt_tokens)
         if request.num_cached_tokens is None:
-            hits = min(found_tokens, request.num_prompt_tokens)
+            hits = num_found * self.pool.block_size
             request.num_cached_tokens = hits
-            self.num_hits += hits
-            if _may_find(request):
+            if request.child == 0 and _may_find(request):
+                self.num_hits += hits
                 self.num_queries += request.num_prompt_tokens
         known = len(request.token_ids) // self.pool.block_size
-        for digest in self._digests(request, known)[len(found) : known]:
+        for digest in self._digests(request, known)[num_found:known]:
             self._pending.setdefault(digest, request)
 
     def publish(self, request: Request, table: Sequence[int], num_before: int) -> None:

@@ -255,6 +255,8 @@ class Request:
         token_ids: Prompt and output in one list; only `append_token` adds to it.
         sampling_params: As given.
         child: Which of the user's n outputs.
+        source: The request that computes the prompt for this one too, until this one
+            has forked from it.
         priority: Lower is more urgent, where the scheduler's policy asks for it.
         cache_salt: Its blocks are shared only with requests of the same one.
         adapter: Its blocks are shared only with requests of the same one.
@@ -293,6 +295,7 @@ class Request:
         "request_id",
         "row",
         "sampling_params",
+        "source",
         "stop_reason",
         "stop_token_ids",
         "text_stop",
@@ -308,6 +311,7 @@ class Request:
         max_total_tokens: int,
         eos_token_ids: Iterable[int] = (),
         child: int = 0,
+        source: "Request | None" = None,
         text_stop: TextStop | None = None,
         priority: int = 0,
         cache_salt: CacheKey | None = None,
@@ -323,6 +327,7 @@ class Request:
             max_total_tokens: What the function `max_total_tokens` returned.
             eos_token_ids: The model's EOS ids; left out here if ignore_eos is set.
             child: Which of the user's n outputs.
+            source: A request of the same prompt, added before.
             text_stop: Watches the text; required for stop strings to act.
             priority: Lower is more urgent.
             cache_salt: Enters the digests of its blocks.
@@ -334,6 +339,7 @@ class Request:
         self.token_ids: list[int] = list(prompt_token_ids)
         self.sampling_params = sampling_params
         self.child = child
+        self.source = source
         ignore_eos = sampling_params.ignore_eos
         self.eos_token_ids = frozenset(() if ignore_eos else eos_token_ids)
         self.stop_token_ids = self.eos_token_ids.union(sampling_params.stop_token_ids)

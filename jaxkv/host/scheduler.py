@@ -59,14 +59,33 @@ class ScheduledRow(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What one step computes: its rows in the order of their row numbers."""
+    """What one step computes: its rows in the order of their row numbers.
+
+    Before them, the content of blocks is copied: `copies` are (from, to), all read
+    before any is written.
+    """
 
     rows: tuple[ScheduledRow, ...]
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows."""
         return sum(row.num_tokens for row in self.rows)
+
+
+class _Start(NamedTuple):
+    """What an admitted request need not compute.
+
+    Attributes:
+        shared: Full blocks that hold its first tokens.
+        num_tokens: Tokens that they hold, and `copied` too.
+        copied: A block that holds the rest of them, to be copied: it goes on otherwise.
+    """
+
+    shared: list[int]
+    num_tokens: int
+    copied: int | None = None
 
 
 class _Plan:
@@ -75,6 +94,7 @@ class _Plan:
     def __init__(self, budget: int):
         self.budget = budget
         self.num_tokens: dict[Request, int] = {}
+        self.copies: dict[Request, tuple[int, int]] = {}
         self.victims: set[Request] = set()
 
     def add(self, request: Request, num_tokens: int) -> None:
@@ -83,6 +103,7 @@ class _Plan:
         request.num_scheduled_tokens += num_tokens
 
     def withdraw(self, request: Request) -> None:
+        self.copies.pop(request, None)
         num_tokens = self.num_tokens.pop(request, 0)
         self.budget += num_tokens
         request.num_scheduled_tokens -= num_tokens
@@ -96,7 +117,7 @@ class _Plan:
             start = end - num_tokens
             rows.append(ScheduledRow(request, request.row, start, num_tokens, samples))
         rows.sort(key=attrgetter("row"))
-        return Schedule(tuple(rows))
+        return Schedule(tuple(rows), tuple(self.copies.values()))
 
 
 class Scheduler:
@@ -252,6 +273,7 @@ class Scheduler:
             if _is_stale(scheduled):
                 continue
             request = scheduled.request
+            request.source = None
             request.num_computed_tokens += scheduled.num_tokens
             self.prefix_cache.publish(
                 request, self.block_tables.table(request.request_id), scheduled.start
@@ -274,6 +296,9 @@ class Scheduler:
                 self.block_tables.truncate(
                     request.request_id, request.num_computed_tokens
                 )
+                if request.source is not None:  # what it forked may not be copied
+                    self._requeue(request)
+        self._running = [r for r in self._running if r.row is not None]
 
     def _plan_running(self, plan: _Plan) -> None:
         """Plan for the running requests, preempting where blocks run out."""
@@ -327,11 +352,14 @@ class Scheduler:
         """
         plan.withdraw(request)
         plan.victims.add(request)
+        self._requeue(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _requeue(self, request: Request) -> None:
         self._vacate(request)
         request.num_computed_tokens = 0
         request.num_scheduled_tokens = 0
-        request.num_preemptions += 1
-        self.num_preemptions += 1
         bisect.insort(self._waiting, request, key=_by_arrival)
 
     def _admit_waiting(self, plan: _Plan) -> None:
@@ -345,21 +373,20 @@ class Scheduler:
             request = self._waiting[0]
             if request in plan.victims:
                 break
-            found = self.prefix_cache.find(request)
-            if self.prefix_cache.is_pending(request, found):
+            start = self._find_start(request)
+            if start is None:
                 sharing.append(self._waiting.popleft())
                 continue
-            num_found = len(found) * self.pool.block_size
-            num_left = len(request.token_ids) - num_found
+            num_left = len(request.token_ids) - start.num_tokens
             num_tokens = self._at_most(num_left, plan.budget)
             is_partial = num_tokens < num_left
             if is_partial and num_partial >= self.max_num_partial_prefills:
                 break
-            num_held = sum(self.pool.ref_count(block_id) > 0 for block_id in found)
+            num_held = sum(self.pool.ref_count(block) > 0 for block in start.shared)
             wanted = self._num_blocks_to_come(request) - num_held
             if reserved + wanted > self.pool.num_available:
                 break
-            self._admit(request, found, num_tokens, plan)
+            self._admit(request, start, num_tokens, plan)
             reserved += self._num_blocks_to_come(request)
             num_partial += is_partial
         self._waiting.extendleft(reversed(sharing))
@@ -371,20 +398,43 @@ class Scheduler:
         held = len(self.block_tables.table(request.request_id))
         return min(known + 1, at_most) - held
 
+    def _find_start(self, request: Request) -> _Start | None:
+        """Return where a waiting request can start; None: others compute it now."""
+        source = request.source
+        if source is not None and source.finish_reason is not None:
+            source = request.source = None
+        if source is None:
+            found = self.prefix_cache.find(request)
+            if self.prefix_cache.is_pending(request, found):
+                return None
+            return _Start(found, len(found) * self.pool.block_size)
+        # All but the prompt's last token, whose logits are needed.
+        num_tokens = request.num_prompt_tokens - 1
+        if source.num_computed_tokens <= num_tokens:
+            return None
+        table = self.block_tables.table(source.request_id)
+        num_full, num_rest = divmod(num_tokens, self.pool.block_size)
+        return _Start(
+            table[:num_full], num_tokens, table[num_full] if num_rest else None
+        )
+
     def _admit(
-        self, request: Request, found: list[int], num_tokens: int, plan: _Plan
+        self, request: Request, start: _Start, num_tokens: int, plan: _Plan
     ) -> None:
-        """Let the head of the queue run: blocks it has found, and its next tokens."""
+        """Let the head of the queue run: blocks it shares, and its next tokens."""
         self._waiting.popleft()
         request.row = heapq.heappop(self._free_rows)
         bisect.insort(self._running, request, key=_by_arrival)
-        self.block_tables.adopt(request.request_id, found)
-        request.num_computed_tokens = len(found) * self.pool.block_size
-        request.num_scheduled_tokens = request.num_computed_tokens
-        self.prefix_cache.admit(request, found)
+        self.block_tables.adopt(request.request_id, start.shared)
+        request.num_computed_tokens = start.num_tokens
+        request.num_scheduled_tokens = start.num_tokens
+        self.prefix_cache.admit(request, len(start.shared))
         target = request.num_computed_tokens + num_tokens
         grown = self.block_tables.grow(request.request_id, target)
         assert grown, f"{request!r} was admitted without room"
+        if start.copied is not None:
+            table = self.block_tables.table(request.request_id)
+            plan.copies[request] = start.copied, table[len(start.shared)]
         plan.add(request, num_tokens)
 
     def _retire(self, requests: list[Request]) -> None:

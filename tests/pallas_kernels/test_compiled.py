@@ -97,7 +97,7 @@ def resources(case):
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         try:
-            gpu_target.compile_for_h200(
+            compiled = gpu_target.compile_for_h200(
                 functools.partial(
                     paged_attention,
                     scale=0.1,
@@ -131,6 +131,8 @@ def resources(case):
     )
     stages = decode.NUM_STAGES if is_decode else prefill.NUM_STAGES[case.head_dim]
     return {
+        # A loop around the kernel would be a launch for each of its iterations.
+        "loops": compiled.as_text().count(" while("),
         "registers": registers,
         "spills": sum(numbers(r"stack frame, (\d+) bytes spill stores")),
         "shared_memory": shared_memory,
@@ -145,6 +147,7 @@ def test_compiles_for_an_h200_within_its_budget(case):
     found = gpu_target.call(resources, case=CASES[case])
     assert found["shared_memory"] <= SHARED_MEMORY_OF_A_CTA
     assert found["bytes_in_flight"] >= NEEDED_IN_FLIGHT
+    assert found["loops"] == 0
     if jax.__version__ not in BUDGET:
         pytest.skip(f"budget.json has no figures for jax {jax.__version__}: {found}")
     budget = BUDGET[jax.__version__][case]

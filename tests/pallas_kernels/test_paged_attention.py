@@ -1,6 +1,7 @@
 """The kernels in Pallas' GPU interpreter, which sees races and bad accesses."""
 
 import dataclasses
+import math
 import re
 import sys
 import types
@@ -376,8 +377,17 @@ def test_arguments_that_do_not_fit_are_named():
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"^{name} "):
             paged_attention(**(arguments | {name: value}), scale=1.0)
-    with pytest.raises(ValueError, match="q has no tokens"):
+    with pytest.raises(ValueError, match=r"^q has shape \(0, 4, 64\): nothing in it"):
         paged_attention(**(arguments | {"q": arguments["q"][:0]}), scale=1.0)
+    for name, value in (
+        ("window", 0),
+        ("window", 2**31),
+        ("soft_cap", 0.0),
+        ("soft_cap", math.inf),
+        ("scale", -1.0),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} must be .*, got {value}"):
+            paged_attention(**(arguments | {"scale": 1.0, name: value}))
 
 
 @pytest.mark.parametrize(

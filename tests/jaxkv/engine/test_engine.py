@@ -117,6 +117,26 @@ def test_n_outputs_differ_repeat_and_start_with_that_of_n_1(tiny):
     assert token_ids(run_engine(tiny.engine(), single))["r"] == texts[0]
 
 
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("prompt_len", [1, 6, 9, 23])  # blocks of 4
+def test_n_outputs_share_the_prompts_blocks_and_equal_one(tiny, caching, prompt_len):
+    prompt = list(range(30, 30 + prompt_len))
+    params = SamplingParams(n=4, top_k=1, max_tokens=9, ignore_eos=True)
+    single = tiny.engine(enable_prefix_caching=False)
+    expected = token_ids(
+        run_engine(single, {"r": (prompt, dataclasses.replace(params, n=1))})
+    )["r"]
+    engine = tiny.engine(max_num_seqs=4, enable_prefix_caching=caching)
+    (output,) = run_engine(engine, {"r": (prompt, params)}).values()
+    assert [list(c.token_ids) for c in output.outputs] == [expected] * 4
+    # The prompt's full blocks once; the rest of it and what follows four times. The
+    # first output is a step ahead of the others, and leaves first.
+    shared = (prompt_len - 1) // 4
+    before, last = (-(-(prompt_len + n) // 4) - shared for n in (7, 8))
+    peak = shared + max(last + 3 * before, 3 * last)
+    assert engine.stats().peak_held_blocks == peak
+
+
 def test_logprobs_are_log_softmax_of_the_raw_logits(tiny):
     params = SamplingParams(
         max_tokens=3,

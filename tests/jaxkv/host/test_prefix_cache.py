@@ -21,7 +21,16 @@ def scheduler():
 
 
 def add(
-    scheduler, request_id, prompt, max_tokens=1, *, salt=None, adapter=None, **params
+    scheduler,
+    request_id,
+    prompt,
+    max_tokens=1,
+    *,
+    salt=None,
+    adapter=None,
+    child=0,
+    source=None,
+    **params,
 ):
     limit = max_total_tokens(
         len(prompt),
@@ -35,6 +44,8 @@ def add(
         prompt,
         SamplingParams(max_tokens=max_tokens, temperature=0, **params),
         max_total_tokens=limit,
+        child=child,
+        source=source,
         cache_salt=salt,
         adapter=adapter,
     )

@@ -662,18 +662,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([None, None, 20, 5, 1]),
         min_tokens=st.integers(0, 1),
         salt=st.sampled_from([None, None, "salt"]),
+        n=st.sampled_from([1, 1, 1, 3]),
     )
-    def add(self, prompt, max_tokens, min_tokens, salt):
+    def add(self, prompt, max_tokens, min_tokens, salt, n=1):
+        source = None
+        for _ in range(n):
+            added = self.add_one(prompt, max_tokens, min_tokens, salt, source)
+            source = source or added
+
+    def add_one(self, prompt, max_tokens, min_tokens, salt, source):
         name = f"r{len(self.requests)}"
         sampling = {"max_tokens": max_tokens, "min_tokens": min_tokens}
         try:
             request = make_request(self.scheduler, name, prompt, **sampling)
         except ValueError:
-            return  # it could never fit
+            return None  # it could never fit
         request.cache_salt = salt
+        request.source = source
         self.scheduler.add(request)
         self.requests.append(request)
         self.expected[name] = list(prompt)
+        return request
 
     @precondition(lambda self: self.in_flight is None)
     @rule()
@@ -708,7 +717,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = [r for r in self.requests if r.row is None and not r.finish_reason]
         cache = scheduler.prefix_cache
         # Those let others pass, and may have to wait for a row then.
-        self.sharing |= {r for r in waiting if cache.is_pending(r, cache.find(r))}
+        self.sharing |= {
+            r for r in waiting if r.source or cache.is_pending(r, cache.find(r))
+        }
         never_ran = [
             r for r in waiting if not r.num_preemptions and r not in self.sharing
         ]
@@ -720,17 +731,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Check what attention would read; note what the step is going to write."""
         block_size = self.scheduler.pool.block_size
         self.to_write = {}
+        self.to_copy = {
+            (target, offset): (source, offset)
+            for source, target in schedule.copies
+            for offset in range(block_size)
+            if (source, offset) in self.slots
+        }
+        assert len({target for _, target in schedule.copies}) == len(schedule.copies)
         for scheduled in schedule.rows:
             request = scheduled.request
             name = request.request_id
             if name not in had_row:
                 self.admitted[name] = self.num_resets
+                if request.source is not None:  # what it forks is as old as that
+                    source = request.source.request_id
+                    self.admitted[name] = self.admitted[source]
             table = self.scheduler.block_tables.table(name)
             end = scheduled.start + scheduled.num_tokens
             for position in range(end):
                 slot = table[position // block_size], position % block_size
                 content = request.cache_salt, tuple(request.token_ids[: position + 1])
                 if position < scheduled.start:
+                    slot = self.to_copy.get(slot, slot)
                     assert self.slots[slot] == content, f"{request!r} at {position}"
                     assert self.written[slot] >= self.admitted[name]
                 else:
@@ -754,6 +776,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.commit_tokens(schedule, tokens)
 
     def commit_tokens(self, schedule, tokens):
+        self.slots |= {to: self.slots[slot] for to, slot in self.to_copy.items()}
+        self.written |= {to: self.written[slot] for to, slot in self.to_copy.items()}
         self.slots |= self.to_write
         self.written |= dict.fromkeys(self.to_write, self.num_resets)
         expected = []
