@@ -38,13 +38,14 @@ def main() -> None:
         max_model_len=max(longest, 1024),
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
+        enable_prefix_caching=arguments.enable_prefix_caching,
     )
     warmup_seconds = time.perf_counter() - start
     check_batching(llm.engine, trace["warmup"][:3])
     for _ in range(arguments.discard):
-        run_trace(llm.engine, requests)
+        run_trace(llm.engine, requests, one_at_a_time=arguments.one_at_a_time)
     for _ in range(arguments.repeats):
-        result = run_trace(llm.engine, requests)
+        result = run_trace(llm.engine, requests, one_at_a_time=arguments.one_at_a_time)
         floor = waste_floor(requests, arguments.block_size)
         line = {
             "benchmark": "engine",
@@ -52,6 +53,8 @@ def main() -> None:
             "model": Path(arguments.checkpoint).name,
             "dtype": llm.engine.config.dtype,
             "block_size": arguments.block_size,
+            "prefix_caching": arguments.enable_prefix_caching,
+            "one_at_a_time": arguments.one_at_a_time,
             "jax": jax.__version__,
             "backend": jax.default_backend(),
             "warmup_seconds": round(warmup_seconds, 1),
@@ -71,6 +74,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--num-blocks", type=int, default=1024)
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    parser.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True
+    )
+    parser.add_argument(
+        "--one-at-a-time",
+        action="store_true",
+        help="a request arrives when the one before has ended, not all at once",
+    )
     parser.add_argument("--discard", type=int, default=1, help="runs not counted first")
     parser.add_argument("--repeats", type=int, default=3, help="counted runs")
     return parser.parse_args()
@@ -103,18 +114,27 @@ def generate(engine: Engine, requests: list[dict[str, Any]]) -> dict[str, list[i
     return tokens
 
 
-def run_trace(engine: Engine, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run a trace once and return what it took."""
+def run_trace(
+    engine: Engine, requests: list[dict[str, Any]], *, one_at_a_time: bool = False
+) -> dict[str, Any]:
+    """Run a trace once, nothing of it cached before, and return what it took."""
+    engine.reset_prefix_cache()
     before = engine.stats()
+    arrived: dict[str, float] = {}
+    to_come = list(requests)
     first_token: dict[str, float] = {}
     waste: list[float] = []
     full_host: list[float] = []  # share of host time in steps with every row running
     num_output_tokens = most_blocks = 0
     start = time.perf_counter()
-    for request in requests:
-        engine.add_request(request["id"], request["prompt"], sampling_params(request))
     previous = engine.stats()
-    while engine.has_unfinished_requests():
+    while to_come or engine.has_unfinished_requests():
+        while to_come and not (one_at_a_time and engine.has_unfinished_requests()):
+            request = to_come.pop(0)
+            arrived[request["id"]] = time.perf_counter() - start
+            engine.add_request(
+                request["id"], request["prompt"], sampling_params(request)
+            )
         outputs = engine.step()
         now, stats = time.perf_counter(), engine.stats()
         for output in outputs:
@@ -136,7 +156,7 @@ def run_trace(engine: Engine, requests: list[dict[str, Any]]) -> dict[str, Any]:
     step_seconds = after.step_seconds - before.step_seconds
     device_seconds = after.device_seconds - before.device_seconds
     num_prompt_tokens = sum(len(request["prompt"]) for request in requests)
-    latencies = sorted(first_token.values())
+    latencies = sorted(first_token[name] - arrived[name] for name in arrived)
     return {
         "requests": len(requests),
         "prompt_tokens": num_prompt_tokens,
@@ -157,6 +177,9 @@ def run_trace(engine: Engine, requests: list[dict[str, Any]]) -> dict[str, Any]:
         ),
         "compilations": after.num_compilations - before.num_compilations,
         "preemptions": after.num_preemptions - before.num_preemptions,
+        "prefix_hit_percent": round(
+            100 * (after.prefix_hits - before.prefix_hits) / num_prompt_tokens, 1
+        ),
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "peak_blocks": most_blocks,
         "total_blocks": after.total_blocks,
