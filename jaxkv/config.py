@@ -277,7 +277,8 @@ class EngineConfig:
         max_num_partial_prefills: Most requests whose prompts are part way at once.
         long_prefill_token_threshold: Most tokens of one prompt in one step;
             0: the whole budget.
-        policy: Order of waiting requests; only `fcfs` so far.
+        policy: `fcfs` serves requests in order of arrival, `priority` in order of their
+            priority first; a strictly more urgent one preempts others.
         preemption: What happens to a preempted request's K and V; `auto` and
             `recompute` drop and recompute them.
         enable_prefix_caching: Requests find the blocks of equal first tokens that
@@ -298,7 +299,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_num_partial_prefills: int = 1
     long_prefill_token_threshold: int = 0
-    policy: Literal["fcfs"] = "fcfs"
+    policy: Literal["fcfs", "priority"] = "fcfs"
     preemption: Literal["auto", "recompute"] = "auto"
     enable_prefix_caching: bool = True
     warmup: Literal["eager", "lazy"] = "eager"
@@ -321,7 +322,7 @@ class EngineConfig:
         for name, allowed in (
             ("dtype", dtypes),
             ("kv_cache_dtype", dtypes),
-            ("policy", ("fcfs",)),
+            ("policy", ("fcfs", "priority")),
             ("preemption", ("auto", "recompute")),
             ("enable_prefix_caching", (True, False)),
             ("warmup", ("eager", "lazy")),

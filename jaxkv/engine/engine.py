@@ -78,6 +78,7 @@ class Engine:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            policy=config.policy,
             enable_prefix_caching=config.enable_prefix_caching,
             max_num_partial_prefills=config.max_num_partial_prefills,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
@@ -171,7 +172,7 @@ class Engine:
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams | None = None,
-        *,
+        priority: int = 0,
         cache_salt: CacheKey | None = None,
         adapter: CacheKey | None = None,
     ) -> None:
@@ -181,6 +182,7 @@ class Engine:
             request_id: Must not be that of an unfinished request.
             prompt_token_ids: At least one id, each inside the vocabulary.
             sampling_params: None: the defaults.
+            priority: Lower is more urgent; with `policy="priority"` only.
             cache_salt: Its blocks are shared only with requests of the same one.
             adapter: Names one load of whatever else changes K and V; enters the
                 digests of its blocks and does nothing else.
@@ -195,6 +197,8 @@ class Engine:
             raise ValueError(f"request_id must be a string, got {request_id!r}")
         if request_id in self._records:
             raise ValueError(f"request id {request_id!r} is already in use")
+        if type(priority) is not int:
+            raise ValueError(f"priority must be an integer, got {priority!r}")
         for name, value in (("cache_salt", cache_salt), ("adapter", adapter)):
             if value is not None and type(value) not in (str, bytes, int):
                 raise ValueError(
@@ -209,6 +213,7 @@ class Engine:
                 record,
                 child,
                 source=record.children[0] if child else None,
+                priority=priority,
                 cache_salt=cache_salt,
                 adapter=adapter,
             )

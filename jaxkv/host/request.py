@@ -261,6 +261,7 @@ class Request:
         cache_salt: Its blocks are shared only with requests of the same one.
         adapter: Its blocks are shared only with requests of the same one.
         arrival: Its place in the order of arrival; set by `Scheduler.add`.
+        rank: Its place in the order of urgency, least first; set by `Scheduler.add`.
         chain: The digests of its blocks; made by the scheduler.
         num_cached_tokens: Prompt tokens that were found in the prefix cache when it
             was first admitted; None before.
@@ -292,6 +293,7 @@ class Request:
         "num_scheduled_tokens",
         "priority",
         "prompt_token_ids",
+        "rank",
         "request_id",
         "row",
         "sampling_params",
@@ -349,6 +351,7 @@ class Request:
         self.cache_salt = cache_salt
         self.adapter = adapter
         self.arrival = 0
+        self.rank: tuple[int, int] = (0, 0)
         self.chain: BlockChain | None = None
         self.num_cached_tokens: int | None = None
         self.num_computed_tokens = 0

@@ -7,12 +7,13 @@ and a step computes the next few of several requests within one token budget.
               ^                  |
               +-----preempt------+        (all blocks given back, recomputed later)
 
-The rules of one `schedule`, first come first served throughout:
+The rules of one `schedule`. Requests are in the order of their arrival, or, with
+`policy="priority"`, of their priority and then of their arrival:
 
 1. Running requests that lack one token get it. Then the others continue their
    prompts, as far as the budget goes; `long_prefill_token_threshold` leaves part of
    it to those behind.
-2. Who lacks blocks preempts requests that arrived later, or gives way itself.
+2. Who lacks blocks preempts requests that come later in it, or gives way itself.
 3. Waiting requests are admitted in order; nobody is skipped, but who needs a block
    that somebody else is computing lets others pass until it can find it in the cache.
    The head waits until there is a row, budget, a place among the partial prefills
@@ -20,9 +21,10 @@ The rules of one `schedule`, first come first served throughout:
    new one must be able to finish its known tokens and grow by one block more, where it
    still can grow. So whoever is admitted is not thrown out again before it has got
    anywhere, and a victim, whose blocks went to somebody else, is not admitted in the
-   same step.
+   same step. Where a row or room is lacking, requests of a strictly worse priority are
+   preempted for the head, if that is enough for it.
 
-The earliest running request can always grow (everybody else's blocks are its to
+The first running request can always grow (everybody else's blocks are its to
 take), and an idle scheduler can always admit, so every step does some work.
 """
 
@@ -41,7 +43,7 @@ from jaxkv.host.preemption import choose_victims
 from jaxkv.host.prefix_cache import PrefixCache
 from jaxkv.host.request import Request, max_total_tokens
 
-_by_arrival = attrgetter("arrival")
+_by_rank = attrgetter("rank")
 
 
 class ScheduledRow(NamedTuple):
@@ -140,6 +142,7 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        policy: str = "fcfs",
         enable_prefix_caching: bool = True,
         max_num_partial_prefills: int = 1,
         long_prefill_token_threshold: int = 0,
@@ -154,6 +157,7 @@ class Scheduler:
                 f"max_num_batched_tokens {max_num_batched_tokens} must be at least "
                 f"max_num_seqs {max_num_seqs}"
             )
+        self.policy = policy
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_partial_prefills = max_num_partial_prefills
         self.long_prefill_token_threshold = long_prefill_token_threshold
@@ -162,8 +166,8 @@ class Scheduler:
         self.prefix_cache = PrefixCache(self.pool)
         self.num_preemptions = 0
         self._requests: dict[str, Request] = {}  # unfinished ones
-        self._waiting: deque[Request] = deque()  # in order of arrival
-        self._running: list[Request] = []  # in order of arrival
+        self._waiting: deque[Request] = deque()  # in order of urgency
+        self._running: list[Request] = []  # likewise
         self._free_rows = list(range(max_num_seqs))  # a heap
         self._num_arrivals = 0
 
@@ -195,7 +199,7 @@ class Scheduler:
         return bool(self._requests)
 
     def add(self, request: Request) -> None:
-        """Queue a new request behind all others.
+        """Queue a new request behind all that are as urgent.
 
         Raises:
             ValueError: Its id is taken, or it could never fit or generate a token.
@@ -211,8 +215,10 @@ class Scheduler:
         )
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
+        priority = request.priority if self.policy == "priority" else 0
+        request.rank = (priority, request.arrival)
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        bisect.insort(self._waiting, request, key=_by_rank)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now, also between `schedule` and `commit`.
@@ -360,17 +366,19 @@ class Scheduler:
         self._vacate(request)
         request.num_computed_tokens = 0
         request.num_scheduled_tokens = 0
-        bisect.insort(self._waiting, request, key=_by_arrival)
+        bisect.insort(self._waiting, request, key=_by_rank)
 
     def _admit_waiting(self, plan: _Plan) -> None:
         """Admit from the head of the queue until something is lacking."""
-        if not (self._waiting and self._free_rows and plan.budget):
+        if not (self._waiting and plan.budget):
             return
         reserved = sum(map(self._num_blocks_to_come, self._running))
         num_partial = sum(_num_unscheduled(r) > 0 for r in self._running)
         sharing: list[Request] = []  # they wait for blocks that others compute
-        while self._waiting and self._free_rows and plan.budget:
+        while self._waiting and plan.budget:
             request = self._waiting[0]
+            if not (self._free_rows or self.policy == "priority"):
+                break
             if request in plan.victims:
                 break
             start = self._find_start(request)
@@ -384,12 +392,43 @@ class Scheduler:
                 break
             num_held = sum(self.pool.ref_count(block) > 0 for block in start.shared)
             wanted = self._num_blocks_to_come(request) - num_held
-            if reserved + wanted > self.pool.num_available:
-                break
+            shortfall = reserved + wanted - self.pool.num_available
+            if shortfall > 0 or not self._free_rows:
+                if not self._make_way(request, shortfall, plan):
+                    break
+                reserved = sum(map(self._num_blocks_to_come, self._running))
+                num_partial = sum(_num_unscheduled(r) > 0 for r in self._running)
+                continue
             self._admit(request, start, num_tokens, plan)
             reserved += self._num_blocks_to_come(request)
             num_partial += is_partial
         self._waiting.extendleft(reversed(sharing))
+
+    def _make_way(self, request: Request, shortfall: int, plan: _Plan) -> bool:
+        """Preempt whoever has a worse priority, if that lets a waiting request run.
+
+        Args:
+            request: The waiting one.
+            shortfall: Blocks that it lacks; 0 or less: it lacks a row.
+            plan: The victims leave it.
+
+        Returns:
+            Whether it has room now; if not, nothing changed.
+        """
+        victims: list[Request] = []
+        for victim in reversed(self._running):
+            enough = shortfall <= 0 and (self._free_rows or victims)
+            if enough or victim.rank[0] <= request.rank[0]:
+                break
+            victims.append(victim)
+            shortfall -= self.block_tables.reclaimable(victim.request_id)
+            shortfall -= self._num_blocks_to_come(victim)
+        if shortfall > 0 or not (self._free_rows or victims):
+            return False
+        for victim in victims:
+            self._preempt(victim, plan)
+        self._running = [r for r in self._running if r.row is not None]
+        return bool(victims)
 
     def _num_blocks_to_come(self, request: Request) -> int:
         """Return the blocks it will take for its known tokens and one block more."""
@@ -424,7 +463,7 @@ class Scheduler:
         """Let the head of the queue run: blocks it shares, and its next tokens."""
         self._waiting.popleft()
         request.row = heapq.heappop(self._free_rows)
-        bisect.insort(self._running, request, key=_by_arrival)
+        bisect.insort(self._running, request, key=_by_rank)
         self.block_tables.adopt(request.request_id, start.shared)
         request.num_computed_tokens = start.num_tokens
         request.num_scheduled_tokens = start.num_tokens
@@ -461,7 +500,7 @@ class Scheduler:
         assert every == self._requests, f"{every} against {self._requests}"
         assert len(every) == len(running) + len(waiting), "a request is queued twice"
         for queue in (running, waiting):
-            assert sorted(queue, key=_by_arrival) == queue, f"out of order: {queue}"
+            assert sorted(queue, key=_by_rank) == queue, f"out of order: {queue}"
         rows = [request.row for request in running if request.row is not None]
         assert len(rows) == len(running), f"running without a row: {running}"
         assert len(set(rows)) == len(rows), f"rows taken twice: {rows}"

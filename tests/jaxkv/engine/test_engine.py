@@ -472,4 +472,20 @@ def test_salts_and_adapters_keep_requests_apart(tiny):
     assert found == [0, 0, 0, 8, 8]
     with pytest.raises(ValueError, match="cache_salt must be a string, bytes or an"):
         engine.add_request("x", prompt, cache_salt=1.5)
+    with pytest.raises(ValueError, match=r"priority must be an integer, got 1\.5"):
+        engine.add_request("x", prompt, priority=1.5)
     assert not engine.has_unfinished_requests()
+
+
+def test_priorities_change_the_order_and_no_tokens(tiny, expected):
+    engine = tiny.engine(num_blocks=16, policy="priority", max_num_seqs=2)
+    outputs = []
+    for number, (name, (prompt, params)) in enumerate(greedy_requests().items()):
+        engine.add_request(name, prompt, params, priority=-number)
+        outputs += engine.step()
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert engine.stats().num_preemptions > 0
+    last = {output.request_id: output for output in outputs if output.finished}
+    assert token_ids(last) == expected
+    assert engine.stats().held_blocks == 0

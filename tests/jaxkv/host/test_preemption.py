@@ -9,6 +9,7 @@ def make_running(count):
     for arrival in range(count):
         request = Request(f"r{arrival}", [1], SamplingParams(), max_total_tokens=9)
         request.arrival = arrival
+        request.rank = (0, arrival)
         running.append(request)
     return running
 

@@ -30,6 +30,7 @@ def add(
     adapter=None,
     child=0,
     source=None,
+    priority=0,
     **params,
 ):
     limit = max_total_tokens(
@@ -46,6 +47,7 @@ def add(
         max_total_tokens=limit,
         child=child,
         source=source,
+        priority=priority,
         cache_salt=salt,
         adapter=adapter,
     )
@@ -261,6 +263,8 @@ def test_reset_forgets_what_is_cached_and_what_runs(scheduler):
         expected = undisturbed(request.prompt_token_ids, 8)
         assert request.output_token_ids == expected
     assert waiting.num_cached_tokens == 0
+    # "waiting" filled three blocks; of what "running" computed nothing is kept.
+    assert scheduler.pool.num_cached == 3
     assert run(scheduler, "again", prompt).num_cached_tokens == 0
     assert run(scheduler, "and again", prompt).num_cached_tokens == 8
 

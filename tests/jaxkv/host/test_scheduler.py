@@ -623,6 +623,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare=st.integers(0, 6),
         partial=st.integers(1, 2),
         threshold=st.integers(0, 3),
+        policy=st.sampled_from(["fcfs", "priority"]),
         caching=st.booleans(),
         lengths=st.lists(st.integers(1, 12), max_size=4),
     )
@@ -634,6 +635,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare,
         partial,
         threshold,
+        policy,
         caching,
         lengths,
     ):
@@ -642,6 +644,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare,
+            policy=policy,
             enable_prefix_caching=caching,
             max_num_partial_prefills=partial,
             long_prefill_token_threshold=threshold,
@@ -655,7 +658,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.admitted = {}  # by request, likewise
         self.sharing = set()  # requests that waited for others' blocks
         for length in lengths:
-            self.add([3] * length, None, 0, None)
+            self.add([3] * length, None, 0, None, 1, 0)
 
     @rule(
         prompt=st.lists(st.integers(3, 4), min_size=1, max_size=14),
@@ -663,14 +666,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 1),
         salt=st.sampled_from([None, None, "salt"]),
         n=st.sampled_from([1, 1, 1, 3]),
+        priority=st.integers(0, 2),
     )
-    def add(self, prompt, max_tokens, min_tokens, salt, n=1):
+    def add(self, prompt, max_tokens, min_tokens, salt, n, priority):
         source = None
         for _ in range(n):
-            added = self.add_one(prompt, max_tokens, min_tokens, salt, source)
+            options = {"source": source, "priority": priority}
+            added = self.add_one(prompt, max_tokens, min_tokens, salt, **options)
             source = source or added
 
-    def add_one(self, prompt, max_tokens, min_tokens, salt, source):
+    def add_one(self, prompt, max_tokens, min_tokens, salt, source, priority):
         name = f"r{len(self.requests)}"
         sampling = {"max_tokens": max_tokens, "min_tokens": min_tokens}
         try:
@@ -679,6 +684,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return None  # it could never fit
         request.cache_salt = salt
         request.source = source
+        request.priority = priority
         self.scheduler.add(request)
         self.requests.append(request)
         self.expected[name] = list(prompt)
@@ -723,9 +729,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         never_ran = [
             r for r in waiting if not r.num_preemptions and r not in self.sharing
         ]
-        if never_ran and running:
+        if never_ran and running and scheduler.policy == "fcfs":
             oldest = min(r.arrival for r in never_ran)
             assert all(r.arrival < oldest for r in running)
+        for victim in (r for r in self.requests if r.request_id in had_row):
+            if victim.row is None:  # for somebody more urgent, or it gave way itself
+                others = [r.rank for r in running]
+                assert not others or min(others) < victim.rank
 
     def read_slots(self, schedule, had_row):
         """Check what attention would read; note what the step is going to write."""
