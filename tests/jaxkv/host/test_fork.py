@@ -47,6 +47,7 @@ def test_b76_full_blocks_are_shared_and_the_partly_filled_one_is_copied(caching)
     # The prompt's last token runs again: its logits are needed, with another key.
     assert [(r.start, r.num_tokens) for r in schedule.rows] == [(6, 1), (5, 1), (5, 1)]
     scheduler.commit(schedule, sample(schedule))
+    assert [child.source for child in children] == [None] * 3
     drain(scheduler)
     for child in children:
         expected = undisturbed(child.prompt_token_ids, 9)

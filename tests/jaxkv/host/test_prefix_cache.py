@@ -276,3 +276,51 @@ def test_without_prefix_caching_nothing_is_cached_and_nobody_waits():
         add(scheduler, name, prompt)
     assert step(scheduler) == {"a": (0, 9, True), "b": (0, 9, True)}
     assert (scheduler.pool.num_free, scheduler.prefix_cache.num_queries) == (32, 0)
+
+
+def blocks_found(scheduler, token_ids):
+    """The blocks that a second request for such a prompt finds, after a first one."""
+    assert run(scheduler, "fresh", token_ids).num_cached_tokens == 0
+    add(scheduler, "again", token_ids)
+    scheduler.schedule()
+    return scheduler.block_tables.table("again")[: len(token_ids) // BLOCK_SIZE]
+
+
+def test_what_is_computed_upon_forgotten_blocks_is_never_found(scheduler):
+    running = add(scheduler, "running", list(range(100, 109)), max_tokens=6)
+    step(scheduler)
+    scheduler.reset_prefix_cache()
+    table = scheduler.block_tables.table("running")
+    while running.num_computed_tokens < 12:
+        step(scheduler)
+    stale = table[2]  # filled after the reset
+    drain(scheduler)
+    assert stale not in blocks_found(scheduler, running.token_ids[:13])
+
+
+def test_what_a_fork_computes_upon_forgotten_blocks_is_never_found(scheduler):
+    prompt = list(range(100, 109))
+    first = add(scheduler, "first", prompt, max_tokens=6)
+    second = add(scheduler, "second", prompt, max_tokens=6, child=1, source=first)
+    step(scheduler)
+    scheduler.reset_prefix_cache()
+    while second.num_computed_tokens < 12:
+        step(scheduler)
+        tables = [scheduler.block_tables.table(n) for n in ("first", "second")]
+        stale = {table[2] for table in tables if table}
+    drain(scheduler)
+    assert not stale & set(blocks_found(scheduler, second.token_ids[:13]))
+
+
+def test_who_computes_everything_anew_after_a_reset_publishes_again():
+    scheduler = make_scheduler(
+        policy="priority", max_num_seqs=1, enable_prefix_caching=True
+    )
+    prompt = list(range(100, 109))
+    low = add(scheduler, "low", prompt, max_tokens=3, priority=1)
+    step(scheduler)
+    scheduler.reset_prefix_cache()
+    add(scheduler, "urgent", [1, 2], priority=0)
+    drain(scheduler)
+    assert low.num_preemptions == 1
+    assert run(scheduler, "next", prompt).num_cached_tokens == 8
