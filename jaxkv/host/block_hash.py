@@ -5,8 +5,10 @@ own tokens and whatever else decides its K and V (an adapter, a salt). Equal dig
 mean equal content, in every process and on every machine.
 """
 
+import array
 import hashlib
 import operator
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -69,17 +71,31 @@ def block_hashes(
         for kind, group in ((b"named", pairs), (b"extra", list(extras)))
         for name, value in group
     )
-    tokens = np.asarray(token_ids, dtype="<i8").tobytes()
+    tokens = _little_endian(token_ids)
     width = 8 * block_size
-    digest = b"" if parent is None else parent
-    digests: list[bytes] = []
-    for start in range(0, len(tokens) - width + 1, width):
-        message = _tagged(b"parent", digest)
-        message += _tagged(b"tokens", tokens[start : start + width])
-        message += first if start == 0 else b""
-        digest = hashlib.sha256(message).digest()
+    if len(tokens) < width:
+        return []
+    message = _tagged(b"parent", b"" if parent is None else parent)
+    message += _tagged(b"tokens", tokens[:width]) + first
+    digest = hashlib.sha256(message).digest()
+    digests = [digest]
+    # The loop is most of what prefix caching costs: what is the same is made once.
+    sha256 = hashlib.sha256
+    before_parent = _tagged(b"parent", bytes(DIGEST_SIZE))[:-DIGEST_SIZE]
+    before_tokens = _tagged(b"tokens", bytes(width))[:-width]
+    for start in range(width, len(tokens) - width + 1, width):
+        digest = sha256(
+            before_parent + digest + before_tokens + tokens[start : start + width]
+        ).digest()
         digests.append(digest)
     return digests
+
+
+def _little_endian(token_ids: Sequence[int] | np.ndarray) -> bytes:
+    """Return the tokens as 64-bit integers."""
+    if isinstance(token_ids, np.ndarray) or sys.byteorder != "little":
+        return np.asarray(token_ids, dtype="<i8").tobytes()
+    return array.array("q", token_ids).tobytes()  # a third of numpy's time
 
 
 class BlockChain:
