@@ -122,7 +122,11 @@ def test_sizes_must_be_positive_integers(kind, name, value):
             "kv_cache_dtype must be one of ('auto', 'float32', 'bfloat16', 'float16'), "
             "got 'int3'",
         ),
-        ("engine", {"policy": "lifo"}, "policy must be one of ('fcfs', 'priority'), got 'lifo'"),
+        (
+            "engine",
+            {"policy": "lifo"},
+            "policy must be one of ('fcfs', 'priority'), got 'lifo'",
+        ),
         (
             "engine",
             {"preemption": "never"},
