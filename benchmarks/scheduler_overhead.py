@@ -33,6 +33,12 @@ def main() -> None:
         "--num-blocks", type=int, nargs="+", default=[10_000, 100_000, 1_000_000]
     )
     arguments = parser.parse_args()
+    needed = 1 + arguments.rows * (1 + -(-(PROMPT + arguments.steps + 8) // BLOCK_SIZE))
+    if min(arguments.num_blocks) < needed:
+        parser.error(
+            f"{arguments.rows} rows of {arguments.steps} steps need {needed} blocks, "
+            f"got {min(arguments.num_blocks)}"
+        )
     for num_blocks in arguments.num_blocks:
         line = measure(arguments.rows, arguments.steps, num_blocks)
         print(json.dumps({"benchmark": "scheduler_overhead"} | line), flush=True)

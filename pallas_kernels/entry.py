@@ -67,7 +67,7 @@ def paged_attention(
             message says what in it.
     """
     _check_arguments(q, k_blocks, v_blocks, block_tables, kv_lens, cu_q_lens)
-    _check_options(scale, window, soft_cap)
+    check_options(scale, window, soft_cap)
     options: dict[str, Any] = {
         "scale": scale,
         "window": window,
@@ -131,9 +131,16 @@ def _check_arguments(
             raise ValueError(f"{name} must be {dtype}, got {array.dtype}")
 
 
-def _check_options(scale: float, window: int | None, soft_cap: float | None) -> None:
+def check_options(
+    scale: float | None, window: int | None, soft_cap: float | None
+) -> None:
+    """Check what every implementation of paged attention takes besides arrays.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
     if window is not None and not 1 <= window < 2**31:
         raise ValueError(f"window must be in [1, 2**31) or None, got {window}")
     for name, value in (("scale", scale), ("soft_cap", soft_cap)):
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a finite number > 0, got {value}")
+            raise ValueError(f"{name} must be a finite number > 0 or None, got {value}")

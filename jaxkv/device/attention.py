@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int32
 
 from jaxkv.device.attention_xla import paged_attention_xla
 from jaxkv.device.cache import KVCache
+from pallas_kernels import check_options, paged_attention_reference, target_device
 from pallas_kernels import paged_attention as paged_attention_mosaic_gpu
-from pallas_kernels import paged_attention_reference, target_device
 
 Result = jax.Array | tuple[jax.Array, jax.Array]
 Implementation = Callable[..., Result]
@@ -77,7 +77,7 @@ def paged_attention(
         ExceptionGroup: With `auto`, none can.
     """
     _check_arguments(q, cache, layer, block_tables, kv_lens, cu_q_lens)
-    _check_options(scale, window, soft_cap)
+    check_options(scale, window, soft_cap)
     layer_kv = cache.layers[layer]
     arguments = (q, layer_kv.k, layer_kv.v, block_tables, kv_lens, cu_q_lens)
     options = {
@@ -146,13 +146,3 @@ def _check_arguments(
             raise ValueError(f"{name} has shape {array.shape}, expected {expected}")
         if array.dtype != "int32":
             raise ValueError(f"{name} must be int32, got {array.dtype}")
-
-
-def _check_options(
-    scale: float | None, window: int | None, soft_cap: float | None
-) -> None:
-    if window is not None and not 1 <= window < 2**31:
-        raise ValueError(f"window must be in [1, 2**31) or None, got {window}")
-    for name, value in (("scale", scale), ("soft_cap", soft_cap)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be > 0 or None, got {value}")

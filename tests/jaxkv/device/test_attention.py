@@ -150,7 +150,7 @@ def test_arguments_that_do_not_fit_are_named():
         attend(q=q[:, :3])
     with pytest.raises(ValueError, match=r"window must be in \[1, 2\*\*31\)"):
         attend(window=0)
-    with pytest.raises(ValueError, match="soft_cap must be > 0"):
+    with pytest.raises(ValueError, match="soft_cap must be a finite number > 0"):
         attend(soft_cap=0.0)
     with pytest.raises(ValueError, match="implementation must be one of"):
         attend(implementation="triton")
