@@ -279,8 +279,13 @@ class EngineConfig:
             0: the whole budget.
         policy: `fcfs` serves requests in order of arrival, `priority` in order of their
             priority first; a strictly more urgent one preempts others.
-        preemption: What happens to a preempted request's K and V; `auto` and
-            `recompute` drop and recompute them.
+        preemption: How a preempted request gets its K and V back: `swap` copies them
+            to host memory as far as it goes, `recompute` drops them, `auto` does what
+            is estimated to take less time.
+        swap_space: Host memory for preempted requests, in GiB; 0: none.
+        swap_bandwidth: Bytes between device and host, in GB (10^9) a second; None:
+            measured in the constructor if `auto` has a choice.
+        prefill_rate: Prompt tokens computed in a second; None: likewise.
         enable_prefix_caching: Requests find the blocks of equal first tokens that
             others computed.
         warmup: `eager` compiles every bucket in the constructor, `lazy` on first use.
@@ -300,7 +305,10 @@ class EngineConfig:
     max_num_partial_prefills: int = 1
     long_prefill_token_threshold: int = 0
     policy: Literal["fcfs", "priority"] = "fcfs"
-    preemption: Literal["auto", "recompute"] = "auto"
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
+    swap_space: float = 0
+    swap_bandwidth: float | None = None
+    prefill_rate: float | None = None
     enable_prefix_caching: bool = True
     warmup: Literal["eager", "lazy"] = "eager"
     debug_blocks: bool = False
@@ -323,7 +331,7 @@ class EngineConfig:
             ("dtype", dtypes),
             ("kv_cache_dtype", dtypes),
             ("policy", ("fcfs", "priority")),
-            ("preemption", ("auto", "recompute")),
+            ("preemption", ("auto", "swap", "recompute")),
             ("enable_prefix_caching", (True, False)),
             ("warmup", ("eager", "lazy")),
             (
@@ -355,6 +363,15 @@ class EngineConfig:
             and self.long_prefill_token_threshold >= 0,
             "long_prefill_token_threshold must be an integer >= 0, got "
             f"{self.long_prefill_token_threshold!r}",
+        )
+        for name in ("swap_bandwidth", "prefill_rate"):
+            if getattr(self, name) is not None:
+                _require_positive_real(self, name)
+        if self.swap_space != 0 or isinstance(self.swap_space, bool):
+            _require_positive_real(self, "swap_space")
+        _require(
+            self.preemption != "swap" or self.swap_space > 0,
+            "preemption 'swap' needs a swap_space, got 0 GiB",
         )
         _require(
             isinstance(self.seed, int) and 0 <= self.seed < 2**32,

@@ -91,6 +91,14 @@ class _ScriptedRunner:
         sources, targets = zip(*copies, strict=True)
         self._slots[list(targets)] = self._slots[list(sources)]
 
+    def swap_out(self, block_ids: Sequence[int]) -> np.ndarray:
+        """Return the tokens of whole blocks."""
+        return self._slots[list(block_ids)]
+
+    def swap_in(self, content: np.ndarray, block_ids: Sequence[int]) -> None:
+        """Put them back, to other blocks."""
+        self._slots[list(block_ids)] = content
+
     def execute(self, batch: Batch) -> StepOutput:
         """Write the batch's tokens to their slots and read back every row's."""
         self._slots.reshape(-1)[batch.slot_mapping] = batch.token_ids

@@ -138,6 +138,40 @@ def write_kv(
     return KVCache(layers=(*cache.layers[:layer], written, *cache.layers[layer + 1 :]))
 
 
+def gather_blocks(
+    cache: KVCache, block_ids: Int32[Array, " blocks"]
+) -> tuple[LayerKV, ...]:
+    """Read whole blocks of every layer, K and V both, to be swapped out.
+
+    Args:
+        cache: Not donated: what is returned are new arrays, which no later step that
+            takes the cache donated can overwrite.
+        block_ids: Blocks to read.
+
+    Returns:
+        The blocks of each layer, in the given order.
+    """
+    return jax.tree.map(lambda blocks: blocks[block_ids], cache.layers)
+
+
+def scatter_blocks(
+    cache: KVCache, content: tuple[LayerKV, ...], block_ids: Int32[Array, " blocks"]
+) -> KVCache:
+    """Overwrite whole blocks of every layer with what `gather_blocks` read.
+
+    Args:
+        cache: Not donated here.
+        content: The blocks of each layer.
+        block_ids: Where to put them; `NULL_BLOCK` for those that are not wanted.
+            The others must be distinct.
+    """
+    return KVCache(
+        layers=jax.tree.map(
+            lambda blocks, new: blocks.at[block_ids].set(new), cache.layers, content
+        )
+    )
+
+
 def copy_blocks(
     cache: KVCache,
     src_ids: Int32[Array, " copies"],

@@ -17,7 +17,7 @@ from jaxkv.config import NULL_BLOCK
 from jaxkv.device.sampling import MAX_SUPPRESSED, SamplingInputs
 from jaxkv.device.step import Batch
 from jaxkv.host.request import Request
-from jaxkv.host.scheduler import Schedule, ScheduledRow
+from jaxkv.host.schedule import Schedule, ScheduledRow
 
 
 class Bucket(NamedTuple):

@@ -12,22 +12,29 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.config import CacheConfig, EngineConfig, ModelConfig
+from jaxkv.config import NULL_BLOCK, CacheConfig, EngineConfig, ModelConfig
 from jaxkv.device.llama import Params
 from jaxkv.device.sampling import MAX_SUPPRESSED
 from jaxkv.device.step import StepOutput
 from jaxkv.engine.batch import BatchBuilder, make_buckets, wants_prompt_logprobs
+from jaxkv.engine.calibration import measure_prefill_rate, measure_swap_bandwidth
 from jaxkv.engine.outputs import EngineStats, RequestOutput
 from jaxkv.engine.records import RequestRecord, make_detokenizer
 from jaxkv.engine.runner import ModelRunner, RequestKeys, Runner
-from jaxkv.engine.sizing import check_fits, choose_num_blocks
+from jaxkv.engine.sizing import check_fits, choose_num_blocks, num_swap_blocks
+from jaxkv.host.preemption import Preemption
 from jaxkv.host.request import (
     CacheKey,
     Request,
     SamplingParams,
     max_total_tokens,
 )
-from jaxkv.host.scheduler import Schedule, Scheduler
+from jaxkv.host.schedule import Schedule
+from jaxkv.host.scheduler import Scheduler
+
+# Where nothing was measured: GB a second, and tokens a second.
+_SWAP_BANDWIDTH = 10.0
+_PREFILL_RATE = 10_000.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +80,7 @@ class Engine:
         self.config = config
         self.limits = limits
         self.tokenizer = tokenizer
+        self._bytes_per_block = limits.kv_bytes_per_token * config.block_size
         self.scheduler = Scheduler(
             num_blocks=limits.num_blocks,
             block_size=config.block_size,
@@ -82,6 +90,13 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             max_num_partial_prefills=config.max_num_partial_prefills,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            num_swap_blocks=num_swap_blocks(config, self._bytes_per_block),
+            preemption=Preemption(
+                how=config.preemption,
+                bytes_per_block=self._bytes_per_block,
+                swap_bandwidth=1e9 * (config.swap_bandwidth or _SWAP_BANDWIDTH),
+                prefill_rate=config.prefill_rate or _PREFILL_RATE,
+            ),
         )
         self._runner = runner
         self._builder = BatchBuilder(
@@ -100,6 +115,8 @@ class Engine:
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._peak_held_blocks = 0
+        self._num_swapped_out = 0  # blocks
+        self._num_swapped_in = 0
         self._num_steps = 0
         self._step_seconds = 0.0
         self._device_seconds = 0.0
@@ -164,8 +181,23 @@ class Engine:
         engine = cls(runner, limits, config, tokenizer)
         if config.warmup == "eager":
             runner.compile([engine._builder.empty(b) for b in engine._builder.buckets])
-            runner.compile_copy()
+            runner.compile_moves(swaps=config.swap_space > 0)
+        if config.swap_space > 0 and config.preemption == "auto":
+            engine._calibrate(runner)
         return engine
+
+    def _calibrate(self, runner: ModelRunner) -> None:
+        """Measure what the choice of preemption needs and the config does not say."""
+        measured = {}
+        if self.config.swap_bandwidth is None:
+            measured["swap_bandwidth"] = measure_swap_bandwidth(
+                runner, self._bytes_per_block
+            )
+        if self.config.prefill_rate is None:
+            measured["prefill_rate"] = measure_prefill_rate(runner, self._builder)
+        self.scheduler.preemption = dataclasses.replace(
+            self.scheduler.preemption, **measured
+        )
 
     def add_request(
         self,
@@ -322,10 +354,10 @@ class Engine:
             peak_held_blocks=self._peak_held_blocks,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
-            num_swapped=0,
+            num_swapped=self.scheduler.num_swapped,
             num_preemptions=self.scheduler.num_preemptions,
-            num_swapped_out_bytes=0,
-            num_swapped_in_bytes=0,
+            num_swapped_out_bytes=self._num_swapped_out * self._bytes_per_block,
+            num_swapped_in_bytes=self._num_swapped_in * self._bytes_per_block,
             prefix_queries=self.scheduler.prefix_cache.num_queries,
             prefix_hits=self.scheduler.prefix_cache.num_hits,
             prompt_tokens=self._prompt_tokens,
@@ -372,8 +404,7 @@ class Engine:
                 schedule, self.scheduler.block_tables.table, self._keys.__getitem__
             )
             start = time.perf_counter()
-            if schedule.copies:
-                self._runner.copy_blocks(schedule.copies)
+            self._move_blocks(schedule)
             output = self._runner.execute(batch)
         except BaseException:
             self.scheduler.discard(schedule)
@@ -381,6 +412,17 @@ class Engine:
         self._device_seconds += time.perf_counter() - start
         self._num_steps += 1
         return output
+
+    def _move_blocks(self, schedule: Schedule) -> None:
+        """Swap and copy blocks as the step needs them."""
+        for swapped, block_ids in schedule.swap_outs:
+            swapped.content = self._runner.swap_out(block_ids)
+            self._num_swapped_out += len(block_ids)
+        for swapped, block_ids in schedule.swap_ins:
+            self._runner.swap_in(swapped.content, block_ids)
+            self._num_swapped_in += sum(i != NULL_BLOCK for i in block_ids)
+        if schedule.copies:
+            self._runner.copy_blocks(schedule.copies)
 
     def _commit(self, schedule: Schedule, output: StepOutput) -> list[RequestRecord]:
         """Give every request what the step made for it; return whom it concerns."""

@@ -101,7 +101,11 @@ class EngineStats:
     Attributes:
         total_blocks: num_blocks - 1: the null block is nobody's.
         peak_held_blocks: Most that were held at once.
+        num_waiting: Requests without a row, swapped out or not.
+        num_swapped: Those of them whose K and V are in host memory.
         num_preemptions: Since the engine was made, as all counts below.
+        num_swapped_out_bytes: K and V copied to host memory.
+        num_swapped_in_bytes: K and V copied back.
         prefix_queries: Prompt tokens looked up in the prefix cache.
         prefix_hits: Prompt tokens found there.
         prompt_tokens: Prompt tokens of finished prefills, once a request.

@@ -5,22 +5,29 @@ nothing by accident: arguments of another shape or sharding are an error.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.config import CacheConfig, ModelConfig
-from jaxkv.device.cache import copy_blocks, init_cache
+from jaxkv.config import NULL_BLOCK, CacheConfig, ModelConfig
+from jaxkv.device.cache import (
+    LayerKV,
+    copy_blocks,
+    gather_blocks,
+    init_cache,
+    scatter_blocks,
+)
 from jaxkv.device.llama import Params, check_params, param_shapes
 from jaxkv.device.sampling import PRNG_IMPL
 from jaxkv.device.step import Batch, StepOutput, make_step
 from jaxkv.engine.batch import Bucket
 
 _COPIES = 8  # blocks a call
+_SWAPS = (8, 1)  # blocks a call; host memory is taken for no more than there are
 
 
 class Runner(Protocol):
@@ -31,6 +38,14 @@ class Runner(Protocol):
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (from, to), before the next step."""
+        ...
+
+    def swap_out(self, block_ids: Sequence[int]) -> Any:
+        """Copy blocks to host memory before the next step; return what keeps them."""
+        ...
+
+    def swap_in(self, content: Any, block_ids: Sequence[int]) -> None:
+        """Copy blocks back, NULL_BLOCK for those not wanted, before the next step."""
         ...
 
     def execute(self, batch: Batch) -> StepOutput:
@@ -61,6 +76,9 @@ class ModelRunner:
             jnp.asarray(params[name], dtype) for name in param_shapes(model_config)
         )
         self._cache = init_cache(cache_config)
+        array = self._cache.layers[0].k
+        self._device_memory = array.sharding
+        self._host_memory = _memory(array, "pinned_host")
         self._step = jax.jit(
             make_step(
                 model_config,
@@ -69,8 +87,15 @@ class ModelRunner:
             ),
             donate_argnums=(1,),
         )
-        self._copy = jax.jit(copy_blocks, donate_argnums=(0,))
-        self._copy_executable: Callable | None = None
+        self._moves = {
+            name: jax.jit(move, donate_argnums=donated)
+            for name, move, donated in (
+                ("copy", copy_blocks, (0,)),
+                ("out", gather_blocks, ()),
+                ("in", scatter_blocks, (0,)),
+            )
+        }
+        self._move_executables: dict[tuple[str, int], Callable] = {}
         self._executables: dict[Bucket, Callable] = {}
         self.num_compilations = 0
         self.compile_seconds = 0.0
@@ -90,15 +115,13 @@ class ModelRunner:
                 self.num_compilations += 1
         self.compile_seconds += time.perf_counter() - start
 
-    def compile_copy(self) -> Callable:
-        """Compile the copying of blocks, unless it is."""
-        if self._copy_executable is None:
-            start = time.perf_counter()
-            ids = np.zeros(_COPIES, np.int32)
-            self._copy_executable = self._copy.lower(self._cache, ids, ids).compile()
-            self.num_compilations += 1
-            self.compile_seconds += time.perf_counter() - start
-        return self._copy_executable
+    def compile_moves(self, *, swaps: bool) -> None:
+        """Compile the copying of blocks, and, if asked for, swapping."""
+        self.copy_blocks([(NULL_BLOCK, NULL_BLOCK)])
+        if swaps:
+            for num_blocks in _SWAPS:
+                block_ids = [1] * num_blocks  # its own content goes back
+                self.swap_in(self.swap_out(block_ids), block_ids)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks in every layer; the cache goes in donated.
@@ -106,12 +129,63 @@ class ModelRunner:
         Args:
             copies: (from, to); no block is a target twice, or both.
         """
-        executable = self.compile_copy()
         for begin in range(0, len(copies), _COPIES):
             padded = np.zeros((2, _COPIES), np.int32)
             part = np.asarray(copies[begin : begin + _COPIES], np.int32)
             padded[:, : len(part)] = part.T
-            self._cache = executable(self._cache, *padded)
+            self._cache = self._move("copy", _COPIES, *padded)
+
+    def swap_out(self, block_ids: Sequence[int]) -> list[tuple[LayerKV, ...]]:
+        """Copy blocks of every layer to host memory, pinned where there is such.
+
+        It returns at once. The blocks may be overwritten by whatever is dispatched
+        later: they are copied on the device first.
+
+        Returns:
+            Their content, in parts; the memory goes with the arrays.
+        """
+        content = []
+        for begin, num_blocks in _parts(len(block_ids)):
+            ids = np.asarray(block_ids[begin : begin + num_blocks], np.int32)
+            staged = self._move("out", num_blocks, ids)
+            on_host = self._host_memory
+            content.append(
+                jax.device_get(staged)
+                if on_host is None
+                else jax.device_put(staged, on_host)
+            )
+        return content
+
+    def swap_in(
+        self, content: list[tuple[LayerKV, ...]], block_ids: Sequence[int]
+    ) -> None:
+        """Copy back what `swap_out` returned; the cache goes in donated.
+
+        Args:
+            content: Kept, and may be copied back again.
+            block_ids: A block for each; NULL_BLOCK for those not wanted.
+        """
+        parts = zip(_parts(len(block_ids)), content, strict=True)
+        for (begin, num_blocks), part in parts:
+            ids = np.asarray(block_ids[begin : begin + num_blocks], np.int32)
+            if ids.any():
+                staged = jax.device_put(part, self._device_memory)
+                self._cache = self._move("in", num_blocks, staged, ids)
+
+    def _move(self, name: str, num_blocks: int, *arguments: Any) -> Any:
+        """Run a function that moves blocks; compile it if this is the first use."""
+        executable = self._move_executables.get((name, num_blocks))
+        if executable is None:
+            start = time.perf_counter()
+            executable = self._moves[name].lower(self._cache, *arguments).compile()
+            self._move_executables[name, num_blocks] = executable
+            self.num_compilations += 1
+            self.compile_seconds += time.perf_counter() - start
+        return executable(self._cache, *arguments)
+
+    def wait(self) -> None:
+        """Wait until everything that was dispatched is done."""
+        jax.block_until_ready(self._cache)
 
     def execute(self, batch: Batch) -> StepOutput:
         """Run one step; compile its bucket if this is the first use.
@@ -129,6 +203,23 @@ class ModelRunner:
         )
         # One wait for all; fetching arrays one by one would wait for each.
         return jax.device_get(output)
+
+
+def _parts(num_blocks: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, how many) of the parts that blocks are swapped in."""
+    begin = 0
+    for size in _SWAPS:
+        while num_blocks - begin >= size:
+            yield begin, size
+            begin += size
+
+
+def _memory(array: jax.Array, kind: str) -> jax.sharding.Sharding | None:
+    """Return the sharding in another kind of memory, where the device has it."""
+    device = next(iter(array.devices()))
+    if kind in {memory.kind for memory in device.addressable_memories()}:
+        return array.sharding.with_memory_kind(kind)
+    return None
 
 
 def _bucket_of(batch: Batch) -> Bucket:

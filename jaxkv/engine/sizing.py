@@ -1,4 +1,4 @@
-"""How many blocks fit, when the user does not say."""
+"""How many blocks fit, on the device and in the swap space."""
 
 import os
 
@@ -54,6 +54,29 @@ def check_fits(cache_config: CacheConfig) -> None:
             f"num_blocks {cache_config.num_blocks} of {cache_config.block_size} tokens "
             f"take {cache_config.total_bytes} bytes, but {available} are available"
         )
+
+
+def num_swap_blocks(config: EngineConfig, bytes_per_block: int) -> int:
+    """Return how many blocks `swap_space` holds.
+
+    Raises:
+        ValueError: Not even one, or more than there is memory for.
+    """
+    swap_bytes = int(config.swap_space * 2**30)
+    if swap_bytes == 0:
+        return 0
+    if swap_bytes < bytes_per_block:
+        raise ValueError(
+            f"swap_space {config.swap_space} GiB is {swap_bytes} bytes, but a block "
+            f"takes {bytes_per_block}"
+        )
+    available = _free_host_bytes()
+    if swap_bytes > available:
+        raise ValueError(
+            f"swap_space {config.swap_space} GiB is {swap_bytes} bytes, but "
+            f"{available} are available"
+        )
+    return swap_bytes // bytes_per_block
 
 
 def _free_host_bytes() -> int:

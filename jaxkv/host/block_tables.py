@@ -5,7 +5,8 @@ A request's table lists its blocks in the order of its tokens: token i lies in
 their tables here, and every operation will then be all or nothing across them.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from jaxkv.host.block_pool import BlockPool
 
@@ -89,13 +90,16 @@ class BlockTables:
         """
         return self._tables.get(request_id, [])
 
-    def reclaimable(self, request_id: str) -> int:
-        """Return how many blocks only this request holds.
+    def reclaimable(self, request_ids: Iterable[str]) -> int:
+        """Return how many blocks only these requests hold.
 
-        So many become free or cached when it gives its table back.
+        So many become free or cached when all of them give their tables back.
         """
-        table = self._tables.get(request_id, ())
-        return sum(self.pool.ref_count(block_id) == 1 for block_id in table)
+        tables = [self._tables.get(request_id, ()) for request_id in request_ids]
+        if len(tables) == 1:
+            return sum(self.pool.ref_count(block_id) == 1 for block_id in tables[0])
+        counts = Counter(block_id for table in tables for block_id in table)
+        return sum(self.pool.ref_count(i) == count for i, count in counts.items())
 
     def check_invariants(self) -> None:
         """Assert the pool's invariants and that all its references are in tables."""

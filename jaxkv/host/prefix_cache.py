@@ -44,6 +44,18 @@ class PrefixCache:
         digests = self._digests_to_find(request)
         return len(found) < len(digests) and digests[len(found)] in self._pending
 
+    def num_shared(self, request: Request, table: Sequence[int]) -> int:
+        """Return how many of a running request's first blocks others hold too.
+
+        So many will be found when it has given its own back.
+        """
+        num_computed = request.num_computed_tokens // self.pool.block_size
+        found = self.find(request)[:num_computed]
+        for place, block_id in enumerate(found):
+            if self.pool.ref_count(block_id) == (block_id == table[place]):
+                return place
+        return len(found)
+
     def admit(self, request: Request, num_found: int) -> None:
         """Count what a request found, and note what it is going to compute.
 
@@ -55,7 +67,7 @@ class PrefixCache:
         if request.source is not None and request.source.chain is not None:
             # Its first blocks are the source's, so what it publishes continues theirs,
             # also if there was a reset since.
-            request.chain = request.source.chain.fork(request.num_prompt_tokens)
+            request.chain = request.source.chain.fork(request.num_source_tokens)
         if request.num_cached_tokens is None:
             hits = num_found * self.pool.block_size
             request.num_cached_tokens = hits
@@ -91,7 +103,7 @@ class PrefixCache:
             first = request.num_computed_tokens // self.pool.block_size
             for digest in request.chain.digests[first:]:
                 self._drop_pending(request, digest)
-            if request.chain.root != self._root:
+            if request.chain.root != self._root and request.swapped is None:
                 request.chain = None
 
     def reset(self, waiting: Iterable[Request]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, no_type_check, runtime_checkable
 import numpy as np
 
 from jaxkv.host.block_hash import BlockChain
+from jaxkv.host.swap_space import SwappedBlocks
 
 FinishReason = Literal["stop", "length", "abort"]
 CacheKey = str | bytes | int
@@ -252,11 +253,14 @@ class Request:
     Attributes:
         request_id: Unique among the scheduler's requests.
         prompt_token_ids: As given; never changed.
-        token_ids: Prompt and output in one list; only `append_token` adds to it.
+        token_ids: Prompt and output in one list, which only grows, but for beams.
         sampling_params: As given.
         child: Which of the user's n outputs.
-        source: The request that computes the prompt for this one too, until this one
-            has forked from it.
+        source: The request that computes its first tokens for this one too, until this
+            one has forked from it.
+        num_source_tokens: How many these are.
+        beams: All requests of its beam search; None: it is none.
+        swapped: What it has in host memory since it was preempted.
         priority: Lower is more urgent, where the scheduler's policy asks for it.
         cache_salt: Its blocks are shared only with requests of the same one.
         adapter: Its blocks are shared only with requests of the same one.
@@ -280,6 +284,7 @@ class Request:
     __slots__ = (
         "adapter",
         "arrival",
+        "beams",
         "cache_salt",
         "chain",
         "child",
@@ -291,6 +296,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_scheduled_tokens",
+        "num_source_tokens",
         "priority",
         "prompt_token_ids",
         "rank",
@@ -300,6 +306,7 @@ class Request:
         "source",
         "stop_reason",
         "stop_token_ids",
+        "swapped",
         "text_stop",
         "token_ids",
     )
@@ -342,6 +349,9 @@ class Request:
         self.sampling_params = sampling_params
         self.child = child
         self.source = source
+        self.num_source_tokens = self.num_prompt_tokens
+        self.beams: Sequence[Request] | None = None
+        self.swapped: SwappedBlocks | None = None
         ignore_eos = sampling_params.ignore_eos
         self.eos_token_ids = frozenset(() if ignore_eos else eos_token_ids)
         self.stop_token_ids = self.eos_token_ids.union(sampling_params.stop_token_ids)
@@ -351,7 +361,7 @@ class Request:
         self.cache_salt = cache_salt
         self.adapter = adapter
         self.arrival = 0
-        self.rank: tuple[int, int] = (0, 0)
+        self.rank: tuple[int, int, int] = (0, 0, 0)
         self.chain: BlockChain | None = None
         self.num_cached_tokens: int | None = None
         self.num_computed_tokens = 0
@@ -370,6 +380,11 @@ class Request:
         )
 
     @property
+    def unit(self) -> "Sequence[Request]":
+        """The requests that are preempted and end together with this one."""
+        return (self,) if self.beams is None else self.beams
+
+    @property
     def output_token_ids(self) -> list[int]:
         """The generated tokens, a new list; the token that stopped it is the last."""
         return self.token_ids[self.num_prompt_tokens :]
@@ -378,6 +393,25 @@ class Request:
     def num_output_tokens(self) -> int:
         """How many tokens were generated."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def fork(self, source: "Request", token_ids: list[int]) -> None:
+        """Begin anew, with the first tokens of another request.
+
+        Args:
+            source: Who computes them, or has.
+            token_ids: All of its tokens from now on; kept.
+        """
+        common = 0
+        for own, other in zip(token_ids, source.token_ids, strict=False):
+            if own != other:
+                break
+            common += 1
+        self.source = source
+        self.num_source_tokens = common
+        self.token_ids = token_ids
+        self.chain = None
+        self.num_computed_tokens = 0
+        self.num_scheduled_tokens = 0
 
     def append_token(self, token_id: int) -> None:
         """Append a generated token and set `finish_reason` if it is the last one.

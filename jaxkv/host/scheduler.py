@@ -5,7 +5,8 @@ and a step computes the next few of several requests within one token budget.
 
     add -> waiting --admit--> running --commit--> finished
               ^                  |
-              +-----preempt------+        (all blocks given back, recomputed later)
+              +-----preempt------+    (all blocks given back; swapped out before, or
+                                       recomputed later)
 
 The rules of one `schedule`. Requests are in the order of their arrival, or, with
 `policy="priority"`, of their priority and then of their arrival:
@@ -13,7 +14,8 @@ The rules of one `schedule`. Requests are in the order of their arrival, or, wit
 1. Running requests that lack one token get it. Then the others continue their
    prompts, as far as the budget goes; `long_prefill_token_threshold` leaves part of
    it to those behind.
-2. Who lacks blocks preempts requests that come later in it, or gives way itself.
+2. Who lacks blocks preempts requests that come later in it, or gives way itself
+   (`preemption.py`).
 3. Waiting requests are admitted in order; nobody is skipped, but who needs a block
    that somebody else is computing lets others pass until it can find it in the cache.
    The head waits until there is a row, budget, a place among the partial prefills
@@ -33,93 +35,19 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
+from jaxkv.config import NULL_BLOCK
 from jaxkv.host.block_pool import BlockPool
 from jaxkv.host.block_tables import BlockTables
-from jaxkv.host.preemption import choose_victims
+from jaxkv.host.preemption import Preemption, choose_victims, units_of
 from jaxkv.host.prefix_cache import PrefixCache
 from jaxkv.host.request import Request, max_total_tokens
+from jaxkv.host.schedule import Plan, Schedule, ScheduledRow, Start, Swap
+from jaxkv.host.swap_space import SwapSpace
 
 _by_rank = attrgetter("rank")
-
-
-class ScheduledRow(NamedTuple):
-    """One request's part of a step: token_ids[start : start + num_tokens] run.
-
-    `samples` says whether the last of them is the request's last known token, so that
-    the step's output for this row is its next token.
-    """
-
-    request: Request
-    row: int
-    start: int
-    num_tokens: int
-    samples: bool
-
-
-class Schedule(NamedTuple):
-    """What one step computes: its rows in the order of their row numbers.
-
-    Before them, the content of blocks is copied: `copies` are (from, to), all read
-    before any is written.
-    """
-
-    rows: tuple[ScheduledRow, ...]
-    copies: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows."""
-        return sum(row.num_tokens for row in self.rows)
-
-
-class _Start(NamedTuple):
-    """What an admitted request need not compute.
-
-    Attributes:
-        shared: Full blocks that hold its first tokens.
-        num_tokens: Tokens that they hold, and `copied` too.
-        copied: A block that holds the rest of them, to be copied: it goes on otherwise.
-    """
-
-    shared: list[int]
-    num_tokens: int
-    copied: int | None = None
-
-
-class _Plan:
-    """A schedule being made: what each request gets, and the budget that is left."""
-
-    def __init__(self, budget: int):
-        self.budget = budget
-        self.num_tokens: dict[Request, int] = {}
-        self.copies: dict[Request, tuple[int, int]] = {}
-        self.victims: set[Request] = set()
-
-    def add(self, request: Request, num_tokens: int) -> None:
-        self.num_tokens[request] = num_tokens
-        self.budget -= num_tokens
-        request.num_scheduled_tokens += num_tokens
-
-    def withdraw(self, request: Request) -> None:
-        self.copies.pop(request, None)
-        num_tokens = self.num_tokens.pop(request, 0)
-        self.budget += num_tokens
-        request.num_scheduled_tokens -= num_tokens
-
-    def schedule(self) -> Schedule:
-        rows = []
-        for request, num_tokens in self.num_tokens.items():
-            assert request.row is not None, f"{request!r} is planned and does not run"
-            end = request.num_scheduled_tokens
-            samples = end == len(request.token_ids)
-            start = end - num_tokens
-            rows.append(ScheduledRow(request, request.row, start, num_tokens, samples))
-        rows.sort(key=attrgetter("row"))
-        return Schedule(tuple(rows), tuple(self.copies.values()))
 
 
 class Scheduler:
@@ -132,6 +60,8 @@ class Scheduler:
         pool: The blocks.
         block_tables: Who holds them.
         prefix_cache: Who finds which of them.
+        swap_space: Room for blocks in host memory.
+        preemption: How preempted requests come back.
         num_preemptions: Preemptions so far.
     """
 
@@ -146,8 +76,14 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         max_num_partial_prefills: int = 1,
         long_prefill_token_threshold: int = 0,
+        num_swap_blocks: int = 0,
+        preemption: Preemption | None = None,
     ):
         """Make an idle scheduler with a pool of its own; see `EngineConfig`.
+
+        With `num_swap_blocks` so many blocks fit into host memory; without `preemption`
+        victims recompute.
+
 
         Raises:
             ValueError: The budget is below max_num_seqs, or the pool has no block.
@@ -164,6 +100,8 @@ class Scheduler:
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
         self.block_tables = BlockTables(self.pool)
         self.prefix_cache = PrefixCache(self.pool)
+        self.swap_space = SwapSpace(num_swap_blocks)
+        self.preemption = preemption or Preemption()
         self.num_preemptions = 0
         self._requests: dict[str, Request] = {}  # unfinished ones
         self._waiting: deque[Request] = deque()  # in order of urgency
@@ -180,6 +118,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that have neither row nor blocks."""
         return len(self._waiting)
+
+    @property
+    def num_swapped(self) -> int:
+        """Those of them that have blocks in host memory."""
+        return sum(request.swapped is not None for request in self._waiting)
 
     @property
     def num_held_slots(self) -> int:
@@ -213,10 +156,11 @@ class Scheduler:
             num_blocks=self.pool.num_blocks,
             block_size=self.pool.block_size,
         )
-        request.arrival = self._num_arrivals
-        self._num_arrivals += 1
         priority = request.priority if self.policy == "priority" else 0
-        request.rank = (priority, request.arrival)
+        for place, member in enumerate(request.unit):
+            member.arrival = self._num_arrivals
+            member.rank = (priority, member.arrival, place)
+        self._num_arrivals += 1
         self._requests[request.request_id] = request
         bisect.insort(self._waiting, request, key=_by_rank)
 
@@ -229,17 +173,20 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        request.finish_reason = "abort"
-        if request.row is None:
-            self._waiting.remove(request)
-            del self._requests[request_id]
-        else:
-            self._retire([request])
+        for member in request.unit:
+            member.finish_reason = "abort"
+            if member.row is None and member.request_id in self._requests:
+                self._waiting.remove(member)
+                self._drop_swapped(member)
+                del self._requests[member.request_id]
+        self._retire([r for r in request.unit if r.row is not None])
         return request
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block; who runs goes on."""
+        """Forget every cached block, those in host memory too; who runs goes on."""
         self.prefix_cache.reset(self._waiting)
+        for request in self._waiting:
+            self._drop_swapped(request)
 
     def schedule(self) -> Schedule:
         """Decide the next step: allocate, preempt and admit.
@@ -248,7 +195,7 @@ class Scheduler:
             The step; it has rows whenever there are unfinished requests and every
             earlier schedule was committed or discarded.
         """
-        plan = _Plan(self.max_num_batched_tokens)
+        plan = Plan(self.max_num_batched_tokens)
         self._plan_running(plan)
         self._admit_waiting(plan)
         return plan.schedule()
@@ -280,11 +227,14 @@ class Scheduler:
                 continue
             request = scheduled.request
             request.source = None
+            # What came back from host memory is published again.
+            num_before = 0 if request.swapped is not None else scheduled.start
+            self._drop_swapped(request)
             request.num_computed_tokens += scheduled.num_tokens
             self.prefix_cache.publish(
-                request, self.block_tables.table(request.request_id), scheduled.start
+                request, self.block_tables.table(request.request_id), num_before
             )
-            if scheduled.samples:
+            if scheduled.samples and request.beams is None:
                 assert token is not None, f"no token for {request!r}"
                 request.append_token(token)
                 updated.append(request)
@@ -302,11 +252,15 @@ class Scheduler:
                 self.block_tables.truncate(
                     request.request_id, request.num_computed_tokens
                 )
-                if request.source is not None:  # what it forked may not be copied
+                # What it begins with may not have arrived.
+                if request.source is not None or request.swapped is not None:
                     self._requeue(request)
+        for request in self._waiting:
+            if request.swapped is not None and request.swapped.content is None:
+                self._drop_swapped(request)
         self._running = [r for r in self._running if r.row is not None]
 
-    def _plan_running(self, plan: _Plan) -> None:
+    def _plan_running(self, plan: Plan) -> None:
         """Plan for the running requests, preempting where blocks run out."""
         num_preemptions = self.num_preemptions
         decodes = [r for r in self._running if _num_unscheduled(r) == 1]
@@ -330,37 +284,76 @@ class Scheduler:
             num_tokens = min(num_tokens, self.long_prefill_token_threshold)
         return num_tokens
 
-    def _make_room(self, request: Request, num_tokens: int, plan: _Plan) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Grow a running request's table, preempting if need be, maybe itself."""
         request_id = request.request_id
         target = request.num_scheduled_tokens + num_tokens
         if self.block_tables.grow(request_id, target):
             return True
         needed = self.block_tables.blocks_needed(request_id, target)
+        shortfall = needed - self.pool.num_available
+        own = request.unit
         victims = choose_victims(
-            self._running,
-            request,
-            needed - self.pool.num_available,
-            lambda victim: self.block_tables.reclaimable(victim.request_id),
+            self._candidates(after=own),
+            lambda units: self._reclaimable(units) >= shortfall,
         )
-        for victim in victims:
-            self._preempt(victim, plan)
+        for unit in victims or [own]:
+            self._preempt(unit, plan)
         if request.row is None:
             return False
         grown = self.block_tables.grow(request_id, target)
         assert grown, f"{victims} gave too few blocks for {request!r}"
         return True
 
-    def _preempt(self, request: Request, plan: _Plan) -> None:
-        """Take everything from a running request and put it back in the queue.
+    def _candidates(self, after: Sequence[Request]) -> list[Sequence[Request]]:
+        """Return whom these requests may preempt, who loses least for a block first."""
+        last = max(request.rank for request in after)
+        units = [u for u in units_of(self._running) if min(r.rank for r in u) > last]
+        return self.preemption.by_work_lost(units, self.block_tables)
 
-        The caller removes it from the running ones.
+    def _reclaimable(self, units: Sequence[Sequence[Request]]) -> int:
+        """Return how many blocks only these hold."""
+        return self.block_tables.reclaimable(r.request_id for u in units for r in u)
+
+    def _preempt(self, unit: Sequence[Request], plan: Plan) -> None:
+        """Take everything from running requests and put them back in the queue.
+
+        The caller removes them from the running ones.
         """
-        plan.withdraw(request)
-        plan.victims.add(request)
-        self._requeue(request)
-        request.num_preemptions += 1
-        self.num_preemptions += 1
+        for request in unit:
+            if request.row is not None:
+                plan.withdraw(request)
+                plan.victims.add(request)
+                self._swap_out(request, plan)
+                self._requeue(request)
+                request.num_preemptions += 1
+                self.num_preemptions += 1
+        # Of several beams one computes again what they have in common.
+        source, *others = [r for r in unit if r.request_id in self._requests]
+        for request in others:
+            request.fork(source, request.token_ids)
+
+    def _swap_out(self, request: Request, plan: Plan) -> None:
+        """Plan to copy a victim's blocks to host memory, if that is the better way."""
+        if request.beams is not None:  # what they share would be copied for each
+            return
+        table = self.block_tables.table(request.request_id)
+        first = self.prefix_cache.num_shared(request, table)
+        num_tokens = request.num_computed_tokens
+        num_blocks = self.block_tables.blocks_for(num_tokens) - first
+        num_lost = num_tokens - first * self.pool.block_size
+        if num_lost <= 0 or not self.preemption.swaps(num_blocks, num_lost):
+            return
+        request.swapped = self.swap_space.reserve(first, num_blocks, num_tokens)
+        if request.swapped is not None:
+            block_ids = tuple(table[first : first + num_blocks])
+            plan.swap_outs.append(Swap(request.swapped, block_ids))
+
+    def _drop_swapped(self, request: Request) -> None:
+        """Give up what the request has in host memory, if anything."""
+        if request.swapped is not None:
+            self.swap_space.release(request.swapped)
+            request.swapped = None
 
     def _requeue(self, request: Request) -> None:
         self._vacate(request)
@@ -368,7 +361,7 @@ class Scheduler:
         request.num_scheduled_tokens = 0
         bisect.insort(self._waiting, request, key=_by_rank)
 
-    def _admit_waiting(self, plan: _Plan) -> None:
+    def _admit_waiting(self, plan: Plan) -> None:
         """Admit from the head of the queue until something is lacking."""
         if not (self._waiting and plan.budget):
             return
@@ -377,7 +370,7 @@ class Scheduler:
         sharing: list[Request] = []  # they wait for blocks that others compute
         while self._waiting and plan.budget:
             request = self._waiting[0]
-            if not (self._free_rows or self.policy == "priority"):
+            if not (self._free_rows or self._may_preempt(request)):
                 break
             if request in plan.victims:
                 break
@@ -404,8 +397,15 @@ class Scheduler:
             num_partial += is_partial
         self._waiting.extendleft(reversed(sharing))
 
-    def _make_way(self, request: Request, shortfall: int, plan: _Plan) -> bool:
-        """Preempt whoever has a worse priority, if that lets a waiting request run.
+    def _may_preempt(self, request: Request) -> bool:
+        """Whether others may be preempted so that a waiting request can run."""
+        return self.policy == "priority" or _is_under_way(request)
+
+    def _make_way(self, request: Request, shortfall: int, plan: Plan) -> bool:
+        """Preempt others, if that lets a waiting request run and it may do so.
+
+        Those are requests of a strictly worse priority; a beam whose search is under
+        way may preempt whatever is less urgent, as the beams that run may.
 
         Args:
             request: The waiting one.
@@ -415,18 +415,23 @@ class Scheduler:
         Returns:
             Whether it has room now; if not, nothing changed.
         """
-        victims: list[Request] = []
-        for victim in reversed(self._running):
-            enough = shortfall <= 0 and (self._free_rows or victims)
-            if enough or victim.rank[0] <= request.rank[0]:
-                break
-            victims.append(victim)
-            shortfall -= self.block_tables.reclaimable(victim.request_id)
-            shortfall -= self._num_blocks_to_come(victim)
-        if shortfall > 0 or not (self._free_rows or victims):
-            return False
-        for victim in victims:
-            self._preempt(victim, plan)
+        if _is_under_way(request):
+            candidates = self._candidates(after=request.unit)
+        elif self.policy == "priority":
+            units = units_of(self._running)
+            worse = [u for u in units if u[0].rank[0] > request.rank[0]]
+            candidates = self.preemption.by_work_lost(worse, self.block_tables)
+        else:
+            candidates = []
+
+        def is_enough(units: Sequence[Sequence[Request]]) -> bool:
+            members = [r for unit in units for r in unit if r.row is not None]
+            gain = sum(map(self._num_blocks_to_come, members))
+            return self._reclaimable(units) + gain >= shortfall
+
+        victims = choose_victims(candidates, is_enough)
+        for unit in victims:
+            self._preempt(unit, plan)
         self._running = [r for r in self._running if r.row is not None]
         return bool(victims)
 
@@ -437,28 +442,36 @@ class Scheduler:
         held = len(self.block_tables.table(request.request_id))
         return min(known + 1, at_most) - held
 
-    def _find_start(self, request: Request) -> _Start | None:
+    def _find_start(self, request: Request) -> Start | None:
         """Return where a waiting request can start; None: others compute it now."""
+        block_size = self.pool.block_size
         source = request.source
         if source is not None and source.finish_reason is not None:
             source = request.source = None
         if source is None:
             found = self.prefix_cache.find(request)
+            swapped = request.swapped
+            if (
+                swapped is not None
+                and swapped.first <= len(found)
+                and len(found) * block_size < swapped.num_tokens
+            ):
+                return Start(found, swapped.num_tokens, swapped=swapped)
             if self.prefix_cache.is_pending(request, found):
                 return None
-            return _Start(found, len(found) * self.pool.block_size)
-        # All but the prompt's last token, whose logits are needed.
-        num_tokens = request.num_prompt_tokens - 1
-        if source.num_computed_tokens <= num_tokens:
+            return Start(found, len(found) * block_size)
+        # The last token always runs: its logits are needed.
+        num_tokens = min(request.num_source_tokens, len(request.token_ids) - 1)
+        if source.num_computed_tokens < num_tokens:
             return None
         table = self.block_tables.table(source.request_id)
-        num_full, num_rest = divmod(num_tokens, self.pool.block_size)
-        return _Start(
+        num_full, num_rest = divmod(num_tokens, block_size)
+        return Start(
             table[:num_full], num_tokens, table[num_full] if num_rest else None
         )
 
     def _admit(
-        self, request: Request, start: _Start, num_tokens: int, plan: _Plan
+        self, request: Request, start: Start, num_tokens: int, plan: Plan
     ) -> None:
         """Let the head of the queue run: blocks it shares, and its next tokens."""
         self._waiting.popleft()
@@ -467,19 +480,69 @@ class Scheduler:
         self.block_tables.adopt(request.request_id, start.shared)
         request.num_computed_tokens = start.num_tokens
         request.num_scheduled_tokens = start.num_tokens
-        self.prefix_cache.admit(request, len(start.shared))
+        num_shared = len(start.shared)
+        self.prefix_cache.admit(request, num_shared)
         target = request.num_computed_tokens + num_tokens
         grown = self.block_tables.grow(request.request_id, target)
         assert grown, f"{request!r} was admitted without room"
+        table = self.block_tables.table(request.request_id)
         if start.copied is not None:
-            table = self.block_tables.table(request.request_id)
-            plan.copies[request] = start.copied, table[len(start.shared)]
+            plan.copies.append((start.copied, table[num_shared]))
+        if start.swapped is None:
+            self._drop_swapped(request)
+        else:
+            first, end = start.swapped.first, start.swapped.end
+            unwanted = (NULL_BLOCK,) * (num_shared - first)
+            block_ids = unwanted + tuple(table[num_shared:end])
+            plan.swap_ins.append(Swap(start.swapped, block_ids))
         plan.add(request, num_tokens)
+
+    def branch(
+        self, beams: Sequence[Request], branches: Sequence[tuple[int, int]]
+    ) -> list[Request]:
+        """Let the beams of a search go on, each of which has computed all its tokens.
+
+        Call it between `commit` and `schedule`.
+
+        Args:
+            beams: All of the search's that run.
+            branches: (index in `beams` of the one it continues, next token) for each
+                of those to come; none: the search ends.
+
+        Returns:
+            The request of each branch.
+        """
+        group = beams[0].unit
+        continued = {beams[parent] for parent, _ in branches}
+        idle = [request for request in group if request not in continued]
+        for request in idle:
+            if request.row is not None:
+                self._vacate(request)
+                del self._requests[request.request_id]
+        self._running = [r for r in self._running if r.row is not None]
+        next_beams: list[Request] = []
+        for parent, token_id in branches:
+            request = beams[parent]
+            if request not in continued:  # another one has its place already
+                request = idle.pop(0)
+                request.fork(beams[parent], [*beams[parent].token_ids, token_id])
+                self._requests[request.request_id] = request
+                bisect.insort(self._waiting, request, key=_by_rank)
+            continued.discard(request)
+            next_beams.append(request)
+        for request, (parent, token_id) in zip(next_beams, branches, strict=True):
+            if request is beams[parent]:
+                request.token_ids.append(token_id)
+        if not branches:
+            for request in group:
+                request.finish_reason = "stop"
+        return next_beams
 
     def _retire(self, requests: list[Request]) -> None:
         """Let running requests that have ended go."""
         for request in requests:
             self._vacate(request)
+            self._drop_swapped(request)
             del self._requests[request.request_id]
         self._running = [r for r in self._running if r.row is not None]
 
@@ -518,6 +581,11 @@ class Scheduler:
             assert request.num_scheduled_tokens == 0, f"waiting: {request!r}"
         for request in every.values():
             assert request.finish_reason is None, f"ended but queued: {request!r}"
+
+
+def _is_under_way(request: Request) -> bool:
+    """Whether it is a beam, and others of its search run."""
+    return any(beam.row is not None for beam in request.beams or ())
 
 
 def _num_unscheduled(request: Request) -> int:

@@ -130,7 +130,7 @@ def test_sizes_must_be_positive_integers(kind, name, value):
         (
             "engine",
             {"preemption": "never"},
-            "preemption must be one of ('auto', 'recompute'), got 'never'",
+            "preemption must be one of ('auto', 'swap', 'recompute'), got 'never'",
         ),
         (
             "engine",

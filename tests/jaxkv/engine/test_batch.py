@@ -4,7 +4,7 @@ import pytest
 from jaxkv import NULL_BLOCK, SamplingParams
 from jaxkv.engine.batch import BatchBuilder, make_buckets
 from jaxkv.host.request import Request
-from jaxkv.host.scheduler import Schedule, ScheduledRow
+from jaxkv.host.schedule import Schedule, ScheduledRow
 
 
 def builder():

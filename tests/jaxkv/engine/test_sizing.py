@@ -32,3 +32,24 @@ def test_a_cache_larger_than_the_memory_is_refused_with_both_numbers(monkeypatch
     total = cache_config().total_bytes
     with pytest.raises(ValueError, match=f"num_blocks 6 .* {total} bytes, but 1000"):
         sizing.check_fits(cache_config())
+
+
+@pytest.mark.parametrize(
+    ("swap_space", "message"),
+    [
+        (2**-30 * 99, "swap_space .* is 99 bytes, but a block takes 100"),
+        (2**-30 * 1001, "swap_space .* is 1001 bytes, but 1000 are available"),
+    ],
+)
+def test_a_swap_space_that_holds_nothing_or_does_not_fit_is_refused(
+    monkeypatch, swap_space, message
+):
+    monkeypatch.setattr(sizing, "_free_host_bytes", lambda: 1000)
+    with pytest.raises(ValueError, match=message):
+        sizing.num_swap_blocks(EngineConfig(swap_space=swap_space), 100)
+
+
+def test_a_swap_space_holds_whole_blocks(monkeypatch):
+    monkeypatch.setattr(sizing, "_free_host_bytes", lambda: 1000)
+    assert sizing.num_swap_blocks(EngineConfig(swap_space=2**-30 * 599), 100) == 5
+    assert sizing.num_swap_blocks(EngineConfig(), 100) == 0

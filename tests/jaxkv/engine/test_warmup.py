@@ -54,6 +54,27 @@ def test_after_eager_warm_up_nothing_compiles_whatever_is_asked_for(
     assert backend_compilations == []
 
 
+def test_after_eager_warm_up_swapping_compiles_nothing(backend_compilations):
+    params, model_config = tiny_llama()
+    config = EngineConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        preemption="swap",
+        swap_space=2**-10,
+        **(LIMITS | {"num_blocks": 16}),
+    )
+    engine = Engine.from_params(params, model_config, config)
+    assert engine.stats().num_compilations == 7 + 4  # out and in, by 8 and by 1
+    backend_compilations.clear()
+    rng = np.random.default_rng(0)
+    greedy = SamplingParams(max_tokens=30, temperature=0.0)
+    requests = {str(i): (rng.integers(0, 128, 9).tolist(), greedy) for i in range(4)}
+    run_engine(engine, requests)
+    assert engine.stats().num_swapped_in_bytes > 0
+    assert engine.stats().num_compilations == 7 + 4
+    assert backend_compilations == []
+
+
 def test_lazy_warm_up_compiles_each_bucket_once_on_first_use():
     params, model_config = tiny_llama()
     config = EngineConfig(

@@ -101,10 +101,10 @@ def test_b04_release_is_idempotent_and_the_deepest_block_goes_back_first():
 
 def test_reclaimable_counts_the_blocks_nobody_else_holds():
     tables = make_tables()
-    assert tables.reclaimable("a") == 0
+    assert tables.reclaimable(["a"]) == 0
     tables.grow("a", 12)
     tables.pool.share([1, 2])
-    assert tables.reclaimable("a") == 1
+    assert tables.reclaimable(["a"]) == 1
 
 
 def test_check_invariants_sees_a_reference_outside_the_tables():

@@ -129,3 +129,21 @@ def test_equals_never_preempt_each_other_though_one_let_the_other_pass():
         assert step(scheduler).keys() == {"leader", "other"}
     assert step(scheduler).keys() == {"follower"}
     assert scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("needed", [9, 10])
+def test_victims_count_together_what_they_share_with_each_other_only(needed):
+    # Two outputs for 25 tokens: 6 blocks shared, one each of its own, 3 blocks free.
+    scheduler = priority_scheduler(num_blocks=12, max_num_batched_tokens=64)
+    prompt = list(range(10, 35))
+    first = add(scheduler, "c0", prompt, priority=5, max_tokens=4)
+    second = add(
+        scheduler, "c1", prompt, priority=5, max_tokens=4, child=1, source=first
+    )
+    step(scheduler)
+    step(scheduler)
+    assert scheduler.pool.num_held == 8
+    urgent = add_urgent(scheduler, "urgent", [*range(40, 40 + 4 * needed)], 0)
+    assert step(scheduler).keys() == {"urgent"}
+    drain(scheduler)
+    check_outputs([first, second, urgent])

@@ -10,8 +10,11 @@ from hypothesis.stateful import (
     rule,
 )
 
+from jaxkv.config import NULL_BLOCK
+from jaxkv.host.preemption import Preemption
 from jaxkv.host.request import Request, SamplingParams, max_total_tokens
-from jaxkv.host.scheduler import Scheduler, _Plan
+from jaxkv.host.schedule import Plan
+from jaxkv.host.scheduler import Scheduler
 
 EOS = 2
 
@@ -469,7 +472,7 @@ def test_nobody_is_preempted_for_less_than_is_needed(num_blocks, victim, resumed
 def test_what_is_withdrawn_from_a_plan_goes_back_to_the_budget():
     request = make_request(make_scheduler(), "a", 6)
     request.row = 0
-    plan = _Plan(8)
+    plan = Plan(8)
     plan.add(request, 5)
     assert (plan.budget, request.num_scheduled_tokens) == (3, 5)
     for _ in range(2):
@@ -625,6 +628,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold=st.integers(0, 3),
         policy=st.sampled_from(["fcfs", "priority"]),
         caching=st.booleans(),
+        how=st.sampled_from(["recompute", "swap", "swap", "auto"]),
+        num_swap_blocks=st.integers(1, 30),
         lengths=st.lists(st.integers(1, 12), max_size=4),
     )
     def start(
@@ -637,6 +642,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold,
         policy,
         caching,
+        how,
+        num_swap_blocks,
         lengths,
     ):
         self.scheduler = Scheduler(
@@ -648,6 +655,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             max_num_partial_prefills=partial,
             long_prefill_token_threshold=threshold,
+            num_swap_blocks=num_swap_blocks,
+            # A block of two tokens is swapped in the time that three take.
+            preemption=Preemption(how=how, bytes_per_block=1.5 * block_size / 2),
         )
         self.requests = []
         self.expected = {}
@@ -748,10 +758,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             if (source, offset) in self.slots
         }
         assert len({target for _, target in schedule.copies}) == len(schedule.copies)
+        self.swapped = {
+            swapped: [self.block_content(block) for block in block_ids]
+            for swapped, block_ids in schedule.swap_outs
+        }
+        self.loaded = {
+            (block, offset): content
+            for swapped, block_ids in schedule.swap_ins
+            for block, contents in zip(block_ids, swapped.content, strict=True)
+            for offset, content in contents.items()
+            if block != NULL_BLOCK
+        }
         for scheduled in schedule.rows:
             request = scheduled.request
             name = request.request_id
-            if name not in had_row:
+            if name not in had_row and request.swapped is None:
                 self.admitted[name] = self.num_resets
                 if request.source is not None:  # what it forks is as old as that
                     source = request.source.request_id
@@ -763,11 +784,22 @@ class SchedulerMachine(RuleBasedStateMachine):
                 content = request.cache_salt, tuple(request.token_ids[: position + 1])
                 if position < scheduled.start:
                     slot = self.to_copy.get(slot, slot)
-                    assert self.slots[slot] == content, f"{request!r} at {position}"
-                    assert self.written[slot] >= self.admitted[name]
+                    there = self.slots.get(slot), self.written.get(slot)
+                    held, num_resets = self.loaded.get(slot, there)
+                    assert held == content, f"{request!r} at {position}"
+                    assert num_resets >= self.admitted[name]
                 else:
                     assert slot not in self.to_write, f"{request!r} at {position}"
                     self.to_write[slot] = content
+
+    def block_content(self, block):
+        """{offset: (content, how many resets came before)}"""
+        slots = [(block, i) for i in range(self.scheduler.pool.block_size)]
+        return {
+            slot[1]: (self.slots[slot], self.written[slot])
+            for slot in slots
+            if slot in self.slots
+        }
 
     @rule()
     def reset(self):
@@ -786,6 +818,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.commit_tokens(schedule, tokens)
 
     def commit_tokens(self, schedule, tokens):
+        self.move_swapped()
         self.slots |= {to: self.slots[slot] for to, slot in self.to_copy.items()}
         self.written |= {to: self.written[slot] for to, slot in self.to_copy.items()}
         self.slots |= self.to_write
@@ -806,6 +839,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 reason = "length"
             assert request.finish_reason == reason
 
+    def move_swapped(self):
+        for swapped, content in self.swapped.items():
+            swapped.content = content
+        for slot, (content, num_resets) in self.loaded.items():
+            self.slots[slot] = content
+            self.written[slot] = num_resets
+
     @precondition(lambda self: self.in_flight is None)
     @rule(count=st.integers(1, 20))
     def run(self, count):
@@ -817,9 +857,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.commit_tokens(schedule, tokens)
 
     @precondition(lambda self: self.in_flight is not None)
-    @rule()
-    def discard(self):
+    @rule(swaps=st.booleans())
+    def discard(self, swaps):
         schedule, self.in_flight = self.in_flight, None
+        if swaps:  # it failed later
+            self.move_swapped()
         self.scheduler.discard(schedule)
 
     @precondition(lambda self: self.requests)
@@ -837,6 +879,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.num_running + scheduler.num_waiting == len(unfinished)
         total = sum(request.num_preemptions for request in self.requests)
         assert scheduler.num_preemptions == total
+        used = [r.swapped.num_blocks for r in unfinished if r.swapped is not None]
+        assert scheduler.swap_space.num_used == sum(used)
         for request in self.requests:
             assert request.token_ids == self.expected[request.request_id]
         if self.in_flight is None:
@@ -857,6 +901,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.run(10)
         assert not self.scheduler.has_unfinished()
         assert self.scheduler.pool.num_held == 0
+        assert self.scheduler.swap_space.num_used == 0
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -1,0 +1,112 @@
+"""What one step does: `Schedule`, and `Plan`, a schedule that is being made."""
+
+from operator import attrgetter
+from typing import NamedTuple
+
+from jaxkv.host.request import Request
+from jaxkv.host.swap_space import SwappedBlocks
+
+
+class ScheduledRow(NamedTuple):
+    """One request's part of a step: token_ids[start : start + num_tokens] run.
+
+    `samples` says whether the last of them is the request's last known token, so that
+    the step's output for this row is its next token.
+    """
+
+    request: Request
+    row: int
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+class Swap(NamedTuple):
+    """A request's blocks on the way from the device to host memory, or back.
+
+    Attributes:
+        swapped: The host's side.
+        block_ids: The device's side, one id for each block; NULL_BLOCK: this one is
+            not wanted back.
+    """
+
+    swapped: SwappedBlocks
+    block_ids: tuple[int, ...]
+
+
+class Schedule(NamedTuple):
+    """What one step computes, and the blocks that move before it, in this order.
+
+    Attributes:
+        rows: In the order of their row numbers.
+        swap_outs: All read before anything is written: the blocks have new holders.
+        swap_ins: Written next.
+        copies: (from, to); all read before any is written.
+    """
+
+    rows: tuple[ScheduledRow, ...]
+    swap_outs: tuple[Swap, ...] = ()
+    swap_ins: tuple[Swap, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(row.num_tokens for row in self.rows)
+
+
+class Start(NamedTuple):
+    """What a request that is admitted need not compute.
+
+    Attributes:
+        shared: Full blocks that hold its first tokens.
+        num_tokens: Tokens that these and what follows hold.
+        copied: A block that holds the rest of them, to be copied: it goes on otherwise.
+        swapped: Blocks in host memory that hold the rest of them.
+    """
+
+    shared: list[int]
+    num_tokens: int
+    copied: int | None = None
+    swapped: SwappedBlocks | None = None
+
+
+class Plan:
+    """A schedule being made: what each request gets, and the budget that is left."""
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self.num_tokens: dict[Request, int] = {}
+        self.swap_outs: list[Swap] = []
+        self.swap_ins: list[Swap] = []
+        self.copies: list[tuple[int, int]] = []
+        self.victims: set[Request] = set()
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        """Let the request compute so many tokens more."""
+        self.num_tokens[request] = num_tokens
+        self.budget -= num_tokens
+        request.num_scheduled_tokens += num_tokens
+
+    def withdraw(self, request: Request) -> None:
+        """Take back what the request got, if anything; it ran before this step."""
+        num_tokens = self.num_tokens.pop(request, 0)
+        self.budget += num_tokens
+        request.num_scheduled_tokens -= num_tokens
+
+    def schedule(self) -> Schedule:
+        """Return what was planned."""
+        rows = []
+        for request, num_tokens in self.num_tokens.items():
+            assert request.row is not None, f"{request!r} is planned and does not run"
+            end = request.num_scheduled_tokens
+            samples = end == len(request.token_ids)
+            start = end - num_tokens
+            rows.append(ScheduledRow(request, request.row, start, num_tokens, samples))
+        rows.sort(key=attrgetter("row"))
+        return Schedule(
+            tuple(rows),
+            tuple(self.swap_outs),
+            tuple(self.swap_ins),
+            tuple(self.copies),
+        )
