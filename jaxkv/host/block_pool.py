@@ -9,12 +9,57 @@ Every block but `NULL_BLOCK` is in exactly one of three states:
 `free + cached + held == num_blocks - 1` at every moment. Blocks are handed out from
 the free ones first, oldest first, then by evicting cached ones, least recently used
 first. Every operation is O(1) a block, and changes nothing if it fails.
+
+What there is for every block, used or not, lies in arrays: of a list as long as the
+pool, Python's garbage collector would visit every entry again and again.
 """
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxkv.config import NULL_BLOCK
+
+
+class _FreeBlocks:
+    """The free blocks' ids, oldest first: a ring of 32-bit integers.
+
+    `len(self)` ids from `_first` on, past the end of the array from its start on:
+
+        [7 8 . . . . 3 4 5 6]
+             ^       ^ first
+    """
+
+    def __init__(self, num_blocks: int):
+        """Start with every block free, in the order of their ids."""
+        self._ids = array.array("I", range(NULL_BLOCK + 1, num_blocks))
+        self._first = 0
+        self._length = len(self._ids)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        ids = self._ids[self._first :] + self._ids[: self._first]
+        return iter(ids[: self._length])
+
+    def take(self, n: int) -> list[int]:
+        """Remove the n oldest."""
+        assert n <= self._length, f"{n} of {self._length} free blocks wanted"
+        end = self._first + n
+        block_ids = self._ids[self._first : end].tolist()
+        if end >= len(self._ids):
+            end -= len(self._ids)
+            block_ids += self._ids[:end].tolist()
+        self._first = end
+        self._length -= n
+        return block_ids
+
+    def append(self, block_id: int) -> None:
+        """Add one as the newest."""
+        assert self._length < len(self._ids), f"block {block_id} is one too many"
+        self._ids[(self._first + self._length) % len(self._ids)] = block_id
+        self._length += 1
 
 
 class BlockPool:
@@ -58,10 +103,10 @@ class BlockPool:
         self.enable_prefix_caching = enable_prefix_caching
         self.root = root
         self.on_evict = on_evict
-        self._ref_counts = [0] * num_blocks
-        self._digests: list[bytes | None] = [None] * num_blocks
+        self._ref_counts = array.array("i", [0]) * num_blocks
+        self._digests: dict[int, bytes] = {}
         self._index: dict[bytes, int] = {}
-        self._free = deque(range(NULL_BLOCK + 1, num_blocks))
+        self._free = _FreeBlocks(num_blocks)
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -110,7 +155,7 @@ class BlockPool:
         if n > self.num_available:
             return None
         num_unhashed = min(n, len(self._free))
-        block_ids = [self._free.popleft() for _ in range(num_unhashed)]
+        block_ids = self._free.take(num_unhashed)
         evicted = [self._evict() for _ in range(n - num_unhashed)]
         block_ids.extend(block_id for block_id, _ in evicted)
         for block_id in block_ids:
@@ -122,10 +167,8 @@ class BlockPool:
 
     def _evict(self) -> tuple[int, bytes]:
         block_id, _ = self._cached.popitem(last=False)
-        digest = self._digests[block_id]
-        assert digest is not None, f"cached block {block_id} has no digest"
+        digest = self._digests.pop(block_id)
         del self._index[digest]
-        self._digests[block_id] = None
         return block_id, digest
 
     def share(self, block_ids: Sequence[int]) -> None:
@@ -163,10 +206,10 @@ class BlockPool:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] > 0:
                 continue
-            if self._digests[block_id] is None:
-                self._free.append(block_id)
-            else:
+            if block_id in self._digests:
                 self._cached[block_id] = None
+            else:
+                self._free.append(block_id)
 
     def publish(self, block_id: int, digest: bytes) -> None:
         """Make a held block's content known under its digest.
@@ -181,7 +224,7 @@ class BlockPool:
             raise ValueError(f"cannot publish block {block_id}: it is not held")
         if not self.enable_prefix_caching:
             return
-        known = self._digests[block_id]
+        known = self._digests.get(block_id)
         if known is not None and known != digest:
             raise ValueError(
                 f"block {block_id} is published as {known.hex()}, cannot publish it as "
@@ -206,10 +249,10 @@ class BlockPool:
 
     def reset(self) -> None:
         """Forget every digest: cached blocks become free, held ones stay held."""
-        for block_id in self._index.values():
-            self._digests[block_id] = None
+        self._digests.clear()
         self._index.clear()
-        self._free.extend(self._cached)
+        for block_id in self._cached:
+            self._free.append(block_id)
         self._cached.clear()
 
     def check_invariants(self) -> None:
@@ -217,13 +260,15 @@ class BlockPool:
         free, cached = set(self._free), set(self._cached)
         held = {i for i, count in enumerate(self._ref_counts) if count > 0}
         every = set(range(NULL_BLOCK + 1, self.num_blocks))
-        assert len(free) == len(self._free), f"twice in the free list: {self._free}"
+        assert len(free) == len(self._free), (
+            f"twice in the free list: {list(self._free)}"
+        )
         assert min(self._ref_counts) >= 0, f"negative counts: {self._ref_counts}"
         sizes = (len(free), len(cached), len(held))
         assert sum(sizes) == len(every), f"free, cached, held {sizes} of {len(every)}"
         assert free | cached | held == every, f"lost: {every - free - cached - held}"
         assert sizes == (self.num_free, self.num_cached, self.num_held), sizes
-        published = {i: d for i, d in enumerate(self._digests) if d is not None}
+        published = self._digests
         assert self._index == {d: i for i, d in published.items()}, self._index
         assert len(self._index) == len(published), "a digest has two blocks"
         assert not free & published.keys(), "a free block has a digest"

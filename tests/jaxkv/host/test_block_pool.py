@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -39,6 +41,28 @@ def test_released_blocks_are_reused_oldest_first_and_each_chain_deepest_first():
     pool.release([1, 2, 3])
     pool.release([7])
     assert pool.allocate(6) == [5, 4, 3, 2, 1, 7]
+
+
+def test_free_blocks_keep_their_order_however_often_they_go_round():
+    pool = BlockPool(8, 4)
+    order = [1, 2, 3, 4, 5, 6, 7]
+    for n in (3, 7, 1, 0, 5, 6, 2, 4, 7, 7, 3) * 5:
+        taken, order = order[:n], order[n:]
+        assert pool.allocate(n) == taken
+        assert list(pool._free) == order
+        pool.release(taken)
+        order += taken[::-1]
+        assert list(pool._free) == order
+    pool.check_invariants()
+
+
+def test_the_garbage_collector_visits_no_more_in_a_larger_pool():
+    def num_visited(num_blocks):
+        pool = BlockPool(num_blocks, 4)
+        parts = [*vars(pool).values(), *vars(pool._free).values()]
+        return sum(len(gc.get_referents(part)) for part in parts)
+
+    assert num_visited(10_000) == num_visited(10)
 
 
 def test_b02_an_allocation_that_fails_changes_nothing():
@@ -237,6 +261,17 @@ def test_share_is_all_or_nothing(other):
     assert state(pool) == before
 
 
+def test_reset_forgets_digests_and_frees_cached_blocks_in_their_order():
+    pool = BlockPool(6, 4)
+    _, digests = published(pool, range(12))
+    pool.release([2, 3])
+    pool.reset()
+    assert state(pool) == ([4, 5, 3, 2], [], [0, 1, 0, 0, 0, 0], {})
+    pool.publish(1, b"another")
+    assert pool.lookup(digests) == []
+    assert pool.lookup([b"another"]) == [1]
+
+
 def test_without_prefix_caching_nothing_is_published():
     pool = BlockPool(3, 4, enable_prefix_caching=False)
     pool.allocate(1)
@@ -271,6 +306,7 @@ def test_check_invariants_sees_a_lost_and_a_doubled_block():
     with pytest.raises(AssertionError):
         pool.check_invariants()
     pool = BlockPool(4, 4)
+    assert pool.allocate(1) == [1]
     pool._free.append(3)
     with pytest.raises(AssertionError):
         pool.check_invariants()

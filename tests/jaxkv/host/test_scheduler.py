@@ -147,7 +147,7 @@ def test_blocks_are_taken_as_tokens_are_scheduled_and_not_before():
         scheduler.commit(schedule, sample(schedule))
     assert tables == [[1], [1, 2], [1, 2], [1, 2, 3]]
     assert request.finish_reason == "length"
-    assert list(scheduler.pool._free)[-3:] == [3, 2, 1]
+    assert scheduler.pool.allocate(scheduler.pool.num_free)[-3:] == [3, 2, 1]
 
 
 def test_scheduled_runs_ahead_of_computed_until_the_commit():
@@ -552,7 +552,9 @@ def test_b04_blocks_are_given_back_once_however_a_request_ends(
         scheduler.commit(schedule, tokens)
         scheduler.check_invariants()
     assert [request.finish_reason for request in requests] == [end, end]
-    assert sorted(scheduler.pool._free) == list(range(1, num_blocks))
+    assert scheduler.pool.num_free == num_blocks - 1
+    free = scheduler.pool.allocate(num_blocks - 1)
+    assert sorted(free) == list(range(1, num_blocks))
 
 
 def test_an_aborted_request_ends_at_once_waiting_or_running():
