@@ -12,6 +12,7 @@ from jaxkv.device.cache import KVCache, LayerKV, copy_blocks, init_cache, write_
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.llm import LLM
 from jaxkv.engine.outputs import CompletionOutput, EngineStats, RequestOutput
+from jaxkv.host.beam_search import BeamSearchParams
 from jaxkv.host.block_hash import block_hashes
 from jaxkv.host.block_pool import BlockPool
 from jaxkv.host.request import SamplingParams
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "NULL_BLOCK",
+    "BeamSearchParams",
     "BlockPool",
     "CacheConfig",
     "CompletionOutput",

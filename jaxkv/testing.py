@@ -13,7 +13,8 @@ from jaxkv.config import EngineConfig, ModelConfig
 from jaxkv.device.llama import init_params
 from jaxkv.device.sampling import MAX_LOGPROBS, Logprobs
 from jaxkv.device.step import Batch, StepOutput
-from jaxkv.engine.engine import Engine, EngineLimits
+from jaxkv.engine.checks import EngineLimits
+from jaxkv.engine.engine import Engine
 
 SCRIPTED_VOCAB_SIZE = 2**20
 

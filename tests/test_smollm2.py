@@ -21,7 +21,8 @@ from jaxkv.device.llama import merge
 from jaxkv.device.step import forward
 from jaxkv.engine.batch import BatchBuilder, Bucket
 from jaxkv.engine.checkpoint import load_config, load_params, load_tokenizer
-from jaxkv.engine.engine import Engine, EngineLimits
+from jaxkv.engine.checks import EngineLimits
+from jaxkv.engine.engine import Engine
 from jaxkv.engine.runner import ModelRunner
 from tests.helpers import FIXTURES, run_engine, token_ids
 

@@ -7,52 +7,31 @@ around it: what the user gave, what was generated, what is to be reported.
 import dataclasses
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxkv.config import NULL_BLOCK, CacheConfig, EngineConfig, ModelConfig
 from jaxkv.device.llama import Params
-from jaxkv.device.sampling import MAX_SUPPRESSED
 from jaxkv.device.step import StepOutput
 from jaxkv.engine.batch import BatchBuilder, make_buckets, wants_prompt_logprobs
+from jaxkv.engine.beams import BeamRecord
 from jaxkv.engine.calibration import measure_prefill_rate, measure_swap_bandwidth
+from jaxkv.engine.checks import EngineLimits, RequestChecks
 from jaxkv.engine.outputs import EngineStats, RequestOutput
 from jaxkv.engine.records import RequestRecord, make_detokenizer
 from jaxkv.engine.runner import ModelRunner, RequestKeys, Runner
 from jaxkv.engine.sizing import check_fits, choose_num_blocks, num_swap_blocks
+from jaxkv.host.beam_search import BeamSearchParams
 from jaxkv.host.preemption import Preemption
-from jaxkv.host.request import (
-    CacheKey,
-    Request,
-    SamplingParams,
-    max_total_tokens,
-)
+from jaxkv.host.request import CacheKey, Request, SamplingParams
 from jaxkv.host.schedule import Schedule
 from jaxkv.host.scheduler import Scheduler
 
 # Where nothing was measured: GB a second, and tokens a second.
 _SWAP_BANDWIDTH = 10.0
 _PREFILL_RATE = 10_000.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineLimits:
-    """Numbers that an engine works within, all decided.
-
-    Attributes:
-        num_token_ids: Ids that can be given and chosen: [0, num_token_ids). Rows of
-            the vocabulary beyond are padding.
-        kv_bytes_per_token: What one token's K and V take in all layers.
-    """
-
-    num_blocks: int
-    max_model_len: int
-    vocab_size: int
-    num_token_ids: int
-    eos_token_ids: tuple[int, ...]
-    kv_bytes_per_token: int
 
 
 class Engine:
@@ -80,6 +59,7 @@ class Engine:
         self.config = config
         self.limits = limits
         self.tokenizer = tokenizer
+        self._checks = RequestChecks(limits, config, tokenizer)
         self._bytes_per_block = limits.kv_bytes_per_token * config.block_size
         self.scheduler = Scheduler(
             num_blocks=limits.num_blocks,
@@ -108,9 +88,11 @@ class Engine:
         )
         self._request_keys = RequestKeys(config.seed)
         self._keys: dict[str, np.ndarray] = {}  # of requests that draw, by child id
-        self._records: dict[str, RequestRecord] = {}  # unfinished, by request id
-        self._by_child: dict[str, RequestRecord] = {}
-        self._unreported: list[RequestRecord] = []  # aborted since the last step
+        # Unfinished ones, by request id.
+        self._records: dict[str, RequestRecord | BeamRecord] = {}
+        self._by_child: dict[str, RequestRecord | BeamRecord] = {}
+        # Aborted since the last step.
+        self._unreported: list[RequestRecord | BeamRecord] = []
         self._num_arrivals = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -203,7 +185,7 @@ class Engine:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
         priority: int = 0,
         cache_salt: CacheKey | None = None,
         adapter: CacheKey | None = None,
@@ -213,7 +195,8 @@ class Engine:
         Args:
             request_id: Must not be that of an unfinished request.
             prompt_token_ids: At least one id, each inside the vocabulary.
-            sampling_params: None: the defaults.
+            sampling_params: None: the defaults. With BeamSearchParams it is a beam
+                search, which is reported once, when it ends.
             priority: Lower is more urgent; with `policy="priority"` only.
             cache_salt: Its blocks are shared only with requests of the same one.
             adapter: Names one load of whatever else changes K and V; enters the
@@ -236,28 +219,23 @@ class Engine:
                 raise ValueError(
                     f"{name} must be a string, bytes or an integer, got {value!r}"
                 )
-        record = RequestRecord(request_id, prompt, params)
-        arrival = self._num_arrivals
+        options = {"priority": priority, "cache_salt": cache_salt, "adapter": adapter}
+        if isinstance(params, BeamSearchParams):
+            record = self._make_beams(request_id, prompt, params, **options)
+            self.scheduler.add(record.children[0])
+        else:
+            record = self._make_record(request_id, prompt, params, **options)
+            for child in record.children:
+                self.scheduler.add(child)
         self._num_arrivals += 1
         self._records[request_id] = record
-        for child in range(params.n):
-            request = self._make_child(
-                record,
-                child,
-                source=record.children[0] if child else None,
-                priority=priority,
-                cache_salt=cache_salt,
-                adapter=adapter,
-            )
-            if not params.is_greedy:
-                self._keys[request.request_id] = self._request_keys.derive(
-                    params.seed, arrival, child
-                )
-            self._by_child[request.request_id] = record
-            self.scheduler.add(request)
+        for child in record.children:
+            self._by_child[child.request_id] = record
 
     def check_request(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | BeamSearchParams,
     ) -> list[int]:
         """Check a request as `add_request` would, without queueing it.
 
@@ -267,34 +245,7 @@ class Engine:
         Raises:
             ValueError: As `add_request`.
         """
-        if not isinstance(params, SamplingParams):
-            raise ValueError(
-                f"sampling_params must be a SamplingParams, got {params!r}"
-            )
-        prompt = _token_ids(prompt_token_ids)
-        self._max_total_tokens(len(prompt), params)
-        num_token_ids = self.limits.num_token_ids
-        outside = [token for token in prompt if not 0 <= token < num_token_ids]
-        if outside:
-            raise ValueError(
-                f"prompt token ids outside the vocabulary of {num_token_ids}: "
-                f"{outside[:8]}"
-            )
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop strings {params.stop} need a tokenizer")
-        outside = [t for t in params.stop_token_ids if t >= self.limits.vocab_size]
-        if outside:
-            raise ValueError(
-                f"stop_token_ids outside the vocabulary of {self.limits.vocab_size}: "
-                f"{outside[:8]}"
-            )
-        num_stop_ids = len({*params.stop_token_ids, *self.limits.eos_token_ids})
-        if params.min_tokens and num_stop_ids > MAX_SUPPRESSED:
-            raise ValueError(
-                f"min_tokens can hold back at most {MAX_SUPPRESSED} EOS and stop ids, "
-                f"got {num_stop_ids}"
-            )
-        return prompt
+        return self._checks.check(prompt_token_ids, params)
 
     def abort_request(self, request_id: str) -> None:
         """End a request; the next step reports it. An unknown id is ignored."""
@@ -369,33 +320,54 @@ class Engine:
             device_seconds=self._device_seconds,
         )
 
-    def _max_total_tokens(self, prompt_len: int, params: SamplingParams) -> int:
-        return max_total_tokens(
-            prompt_len,
-            params.max_tokens,
-            max_model_len=self.limits.max_model_len,
-            num_blocks=self.limits.num_blocks,
-            block_size=self.config.block_size,
-        )
+    def _make_record(
+        self, request_id: str, prompt: list[int], params: SamplingParams, **options: Any
+    ) -> RequestRecord:
+        """Make what is kept of a request, its n outputs with ids and keys of their own.
 
-    def _make_child(self, record: RequestRecord, child: int, **options: Any) -> Request:
-        """Make one of a request's n outputs, with an id of its own."""
-        params = record.sampling_params
-        detokenizer = make_detokenizer(self.tokenizer, record.prompt_token_ids, params)
-        request = Request(
-            f"{child}/{record.request_id}",
-            record.prompt_token_ids,
+        The first computes the prompt for all.
+        """
+        record = RequestRecord(request_id, prompt, params)
+        for child in range(params.n):
+            detokenizer = make_detokenizer(self.tokenizer, prompt, params)
+            request = Request(
+                f"{child}/{request_id}",
+                prompt,
+                params,
+                max_total_tokens=self._checks.max_total_tokens(
+                    len(prompt), params.max_tokens
+                ),
+                eos_token_ids=self.limits.eos_token_ids,
+                child=child,
+                source=record.children[0] if child else None,
+                text_stop=detokenizer,
+                **options,
+            )
+            record.add_child(request, detokenizer)
+            if not params.is_greedy:
+                self._keys[request.request_id] = self._request_keys.derive(
+                    params.seed, self._num_arrivals, child
+                )
+        return record
+
+    def _make_beams(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: BeamSearchParams,
+        **options: Any,
+    ) -> BeamRecord:
+        return BeamRecord(
+            request_id,
+            prompt,
             params,
-            max_total_tokens=self._max_total_tokens(
-                len(record.prompt_token_ids), params
+            max_total_tokens=self._checks.max_total_tokens(
+                len(prompt), params.max_tokens
             ),
             eos_token_ids=self.limits.eos_token_ids,
-            child=child,
-            text_stop=detokenizer,
+            tokenizer=self.tokenizer,
             **options,
         )
-        record.add_child(request, detokenizer)
-        return request
 
     def _execute(self, schedule: Schedule) -> StepOutput:
         """Run what was scheduled; a failed step leaves the schedule undone."""
@@ -424,37 +396,61 @@ class Engine:
         if schedule.copies:
             self._runner.copy_blocks(schedule.copies)
 
-    def _commit(self, schedule: Schedule, output: StepOutput) -> list[RequestRecord]:
+    def _commit(
+        self, schedule: Schedule, output: StepOutput
+    ) -> list[RequestRecord | BeamRecord]:
         """Give every request what the step made for it; return whom it concerns."""
         token_ids = np.asarray(output.token_ids)[: len(schedule.rows)]
         updated = self.scheduler.commit(schedule, token_ids)
         self._generation_tokens += len(updated)
         self._take_prompt_logprobs(schedule, output)
         line_of = {id(row.request): line for line, row in enumerate(schedule.rows)}
-        touched: dict[str, RequestRecord] = {}
+        touched: dict[str, RequestRecord | BeamRecord] = {}
         for request in updated:
             record = self._by_child[request.request_id]
             if request.num_output_tokens == 1:
                 self._prompt_tokens += request.num_prompt_tokens * (request.child == 0)
+            assert isinstance(record, RequestRecord), f"{request!r} is a beam"
             record.take_token(request, output.logprobs, line_of[id(request)])
+            touched[record.request_id] = record
+        for record in self._advance_beams(schedule, output):
             touched[record.request_id] = record
         for record in touched.values():
             if record.finished:
                 self._forget(record)
         return sorted(touched.values(), key=operator.attrgetter("arrival"))
 
+    def _advance_beams(
+        self, schedule: Schedule, output: StepOutput
+    ) -> Iterator[BeamRecord]:
+        """Let the beam searches of a step go on; yield those that ended."""
+        records: dict[str, BeamRecord] = {}
+        for line, row in enumerate(schedule.rows):
+            record = self._by_child.get(row.request.request_id)
+            if isinstance(record, BeamRecord) and row.samples:
+                record.take_candidates(row.request, output.logprobs, line)
+                records[record.request_id] = record
+        for record in records.values():
+            is_first = record.children[0].num_output_tokens == 0
+            num_tokens = record.advance(self.scheduler)
+            if num_tokens and is_first:
+                self._prompt_tokens += len(record.prompt_token_ids)
+            self._generation_tokens += num_tokens
+            if record.finished:
+                yield record
+
     def _take_prompt_logprobs(self, schedule: Schedule, output: StepOutput) -> None:
         begin = 0
         for row in schedule.rows:
             if wants_prompt_logprobs(row):
                 record = self._by_child.get(row.request.request_id)
-                if record is not None:
+                if isinstance(record, RequestRecord):
                     record.take_prompt_logprobs(
                         output.prompt_logprobs, begin, row.start, row.num_tokens
                     )
             begin += row.num_tokens
 
-    def _forget(self, record: RequestRecord) -> None:
+    def _forget(self, record: RequestRecord | BeamRecord) -> None:
         del self._records[record.request_id]
         for child in record.children:
             del self._by_child[child.request_id]
@@ -471,18 +467,3 @@ def _max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:
             f"max_position_embeddings {longest}"
         )
     return config.max_model_len
-
-
-def _token_ids(prompt_token_ids: Sequence[int]) -> list[int]:
-    """Return the ids as Python integers; numpy's integers are taken too."""
-    if isinstance(prompt_token_ids, str | bytes):
-        raise ValueError("prompt_token_ids must be token ids, got a string")
-    try:
-        tokens = list(prompt_token_ids)
-        if any(isinstance(token, bool) for token in tokens):
-            raise TypeError
-        return [operator.index(token) for token in tokens]
-    except TypeError:
-        raise ValueError(
-            f"prompt_token_ids must be a list of integers, got {prompt_token_ids!r:.80}"
-        ) from None

@@ -14,9 +14,11 @@ from jaxkv.config import EngineConfig
 from jaxkv.engine.checkpoint import load_config, load_params, load_tokenizer
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.outputs import RequestOutput
+from jaxkv.host.beam_search import BeamSearchParams
 from jaxkv.host.request import SamplingParams
 
 Prompt = str | Sequence[int]
+Params = SamplingParams | BeamSearchParams
 
 
 class LLM:
@@ -69,12 +71,22 @@ class LLM:
             ValueError: Something is wrong with a prompt; nothing was started.
         """
         token_ids = self._encode_prompts(prompts)
+        params = _sampling_params(sampling_params, len(token_ids))
+        return self._finish(token_ids, params, use_tqdm)
+
+    def _finish(
+        self,
+        token_ids: list[list[int]],
+        params: Sequence[Params],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Run all prompts to the end, with a progress bar."""
         finished: dict[str, RequestOutput] = {}
         request_ids: list[str] = []
         with tqdm.tqdm(
             total=len(token_ids), desc="Requests", unit="req", disable=not use_tqdm
         ) as bar:
-            for output in self._run(token_ids, sampling_params, request_ids):
+            for output in self._run(token_ids, params, request_ids):
                 if output.finished:
                     finished[output.request_id] = output
                     seconds = max(bar.format_dict["elapsed"], 1e-9)
@@ -99,7 +111,34 @@ class LLM:
         Raises:
             ValueError: As `generate`, at the call.
         """
-        return self._run(self._encode_prompts(prompts), sampling_params, [])
+        token_ids = self._encode_prompts(prompts)
+        params = _sampling_params(sampling_params, len(token_ids))
+        return self._run(token_ids, params, [])
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Search for the likeliest outputs of every prompt.
+
+        Args:
+            prompts: As for `generate`.
+            params: One for all prompts or one for each.
+            use_tqdm: Show a progress bar.
+
+        Returns:
+            One output per prompt, in the order of the prompts; its `outputs` are the
+            hypotheses, at most beam_width, best first, with their `score`.
+
+        Raises:
+            ValueError: Something is wrong with a prompt, or the beams could never fit
+                into the rows or blocks; nothing was started.
+        """
+        token_ids = self._encode_prompts(prompts)
+        beams = _one_for_each("params", params, BeamSearchParams, len(token_ids))
+        return self._finish(token_ids, beams, use_tqdm)
 
     def chat(
         self,
@@ -180,11 +219,10 @@ class LLM:
     def _run(
         self,
         prompts: list[list[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Sequence[Params],
         request_ids: list[str],
     ) -> Iterator[RequestOutput]:
         """Check everything, queue everything, and return an iterator over the rest."""
-        params = _one_for_each(sampling_params, len(prompts))
         for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             try:
                 self.engine.check_request(prompt, param)
@@ -198,7 +236,7 @@ class LLM:
     def _steps(
         self,
         prompts: list[list[int]],
-        params: Sequence[SamplingParams],
+        params: Sequence[Params],
         request_ids: list[str],
     ) -> Iterator[RequestOutput]:
         unfinished = set(request_ids)
@@ -233,25 +271,31 @@ class LLM:
                 inbox.append(output)
 
 
-def _one_for_each(
+def _sampling_params(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> Sequence[SamplingParams]:
     """Return one SamplingParams per prompt."""
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params or SamplingParams()] * count
-    if not isinstance(sampling_params, Sequence) or not all(
-        isinstance(one, SamplingParams) for one in sampling_params
+    params = SamplingParams() if sampling_params is None else sampling_params
+    return _one_for_each("sampling_params", params, SamplingParams, count)
+
+
+def _one_for_each[T](
+    name: str, params: T | Sequence[T], kind: type[T], count: int
+) -> Sequence[T]:
+    """Return parameters of one kind, one per prompt."""
+    if isinstance(params, kind):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(
+        isinstance(one, kind) for one in params
     ):
         raise ValueError(
-            "sampling_params must be a SamplingParams or a list of them, got "
-            f"{sampling_params!r:.80}"
+            f"{name} must be a {kind.__name__} or a list of them, got {params!r:.80}"
         )
-    if len(sampling_params) != count:
+    if len(params) != count:
         raise ValueError(
-            f"{len(sampling_params)} sampling_params for {count} prompts: give one, or "
-            "one for each"
+            f"{len(params)} {name} for {count} prompts: give one, or one for each"
         )
-    return sampling_params
+    return params
 
 
 def _is_integer(item: Any) -> bool:

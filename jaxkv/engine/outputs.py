@@ -63,6 +63,8 @@ class CompletionOutput:
         cumulative_logprob: Sum over the generated tokens; None without logprobs.
         finish_reason: None until it ends.
         stop_reason: The user's stop id or stop string that ended it.
+        score: Of a beam search: cumulative_logprob over the number of generated tokens
+            to the power of length_penalty.
     """
 
     index: int
@@ -72,6 +74,7 @@ class CompletionOutput:
     cumulative_logprob: float | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    score: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,8 @@ class RequestOutput:
         num_cached_tokens: Prompt tokens that were not computed but found in the cache.
         prompt_logprobs: One entry per prompt token, the first None; None if not asked
             for or not complete yet.
-        outputs: In the order of their index.
+        outputs: In the order of their index; of a beam search the hypotheses, best
+            first.
     """
 
     request_id: str

@@ -29,7 +29,7 @@ GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+def checked_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     """Return `value` as an int in [low, high], or say what is wrong with it."""
     bounds = (
         f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
@@ -46,7 +46,7 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     return integer
 
 
-def _real(name: str, value: Any) -> float:
+def checked_real(name: str, value: Any) -> float:
     """Return `value` as a finite float; a bool or a string is not a number."""
     if not isinstance(value, bool | str | bytes):
         try:
@@ -74,7 +74,9 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 def _stop_token_ids(ids: Any) -> tuple[int, ...]:
     if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
         raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r}")
-    return tuple(_integer("every one of stop_token_ids", token, 0) for token in ids)
+    return tuple(
+        checked_integer("every one of stop_token_ids", token, 0) for token in ids
+    )
 
 
 @no_type_check  # it checks its own fields, types included, in tests and elsewhere
@@ -161,7 +163,7 @@ class SamplingParams:
             ("presence_penalty", lambda x: -2 <= x <= 2, "in [-2, 2]"),
             ("frequency_penalty", lambda x: -2 <= x <= 2, "in [-2, 2]"),
         ):
-            value = _real(name, getattr(self, name))
+            value = checked_real(name, getattr(self, name))
             # The device sees it as float32, where it must still be what it was.
             if not allowed(value) or not allowed(float(np.float32(value))):
                 raise ValueError(f"{name} must be {text}, got {value!r}")
@@ -180,7 +182,7 @@ class SamplingParams:
             value = getattr(self, name)
             optional = name in ("seed", "max_tokens", "logprobs", "prompt_logprobs")
             if value is not None or not optional:
-                self._set(name, _integer(name, value, low, high))
+                self._set(name, checked_integer(name, value, low, high))
 
     @property
     def is_greedy(self) -> bool:
@@ -230,6 +232,37 @@ def max_total_tokens(
     if max_tokens is None:
         return min(max_model_len, slots + 1)
     return min(prompt_len + max_tokens, max_model_len)
+
+
+def check_beams_fit(
+    beam_width: int,
+    prompt_len: int,
+    max_total_tokens: int,
+    *,
+    max_num_seqs: int,
+    num_blocks: int,
+    block_size: int,
+) -> None:
+    """Check that a beam search could run if it had everything to itself.
+
+    The beams share the full blocks of the prompt and, at worst, nothing else.
+
+    Raises:
+        ValueError: There are too few rows or blocks.
+    """
+    if beam_width > max_num_seqs:
+        raise ValueError(
+            f"beam_width {beam_width} needs as many rows, but max_num_seqs is "
+            f"{max_num_seqs}"
+        )
+    shared = prompt_len // block_size
+    needed = shared + beam_width * (-(-(max_total_tokens - 1) // block_size) - shared)
+    if needed > num_blocks - 1:
+        raise ValueError(
+            f"beam_width {beam_width} with a prompt of {prompt_len} tokens and up to "
+            f"{max_total_tokens - prompt_len} more needs {needed} blocks of "
+            f"{block_size}, but the pool has {num_blocks - 1}"
+        )
 
 
 @runtime_checkable

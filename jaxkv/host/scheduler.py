@@ -43,7 +43,7 @@ from jaxkv.host.block_pool import BlockPool
 from jaxkv.host.block_tables import BlockTables
 from jaxkv.host.preemption import Preemption, choose_victims, units_of
 from jaxkv.host.prefix_cache import PrefixCache
-from jaxkv.host.request import Request, max_total_tokens
+from jaxkv.host.request import Request, check_beams_fit, max_total_tokens
 from jaxkv.host.schedule import Plan, Schedule, ScheduledRow, Start, Swap
 from jaxkv.host.swap_space import SwapSpace
 
@@ -94,6 +94,7 @@ class Scheduler:
                 f"max_num_seqs {max_num_seqs}"
             )
         self.policy = policy
+        self._max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_partial_prefills = max_num_partial_prefills
         self.long_prefill_token_threshold = long_prefill_token_threshold
@@ -153,6 +154,14 @@ class Scheduler:
             request.num_prompt_tokens,
             request.max_total_tokens - request.num_prompt_tokens,
             max_model_len=request.max_total_tokens,
+            num_blocks=self.pool.num_blocks,
+            block_size=self.pool.block_size,
+        )
+        check_beams_fit(
+            len(request.unit),
+            request.num_prompt_tokens,
+            request.max_total_tokens,
+            max_num_seqs=self._max_num_seqs,
             num_blocks=self.pool.num_blocks,
             block_size=self.pool.block_size,
         )

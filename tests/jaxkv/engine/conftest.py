@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from jaxkv.config import CacheConfig, EngineConfig
-from jaxkv.engine.engine import Engine, EngineLimits
+from jaxkv.engine.checks import EngineLimits
+from jaxkv.engine.engine import Engine
 from jaxkv.engine.runner import ModelRunner
 from jaxkv.testing import tiny_llama
 
