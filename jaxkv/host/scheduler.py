@@ -339,6 +339,7 @@ class Scheduler:
                 self.num_preemptions += 1
         # Of several beams one computes again what they have in common.
         source, *others = [r for r in unit if r.request_id in self._requests]
+        source.source = None
         for request in others:
             request.fork(source, request.token_ids)
 

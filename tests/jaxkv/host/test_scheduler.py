@@ -662,6 +662,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             preemption=Preemption(how=how, bytes_per_block=1.5 * block_size / 2),
         )
         self.requests = []
+        self.searches = {}  # requests of a search: those whose beams live
         self.expected = {}
         self.in_flight = None
         self.slots = {}  # (block, offset): the salt and all tokens up to the slot's
@@ -702,6 +703,58 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.expected[name] = list(prompt)
         return request
 
+    @rule(
+        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=9),
+        width=st.integers(2, 4),
+        max_tokens=st.integers(2, 6),
+        priority=st.integers(0, 2),
+    )
+    def add_beams(self, prompt, width, max_tokens, priority):
+        names = [f"r{len(self.requests) + i}" for i in range(width)]
+        try:
+            beams = tuple(
+                make_request(self.scheduler, name, prompt, max_tokens) for name in names
+            )
+            for place, beam in enumerate(beams):
+                beam.beams, beam.child, beam.priority = beams, place, priority
+            self.scheduler.add(beams[0])
+        except ValueError:
+            return  # they could never fit
+        self.requests += beams
+        self.searches[beams] = [beams[0]]
+        self.expected |= {beam.request_id: beam.token_ids for beam in beams}
+
+    def branch_all(self, choose):
+        """Let the searches go on whose beams have all computed their tokens."""
+        for beams, live in self.searches.items():
+            if beams[0].finish_reason is not None:
+                continue
+            if any(b.num_computed_tokens < len(b.token_ids) for b in live):
+                continue
+            known = [list(self.expected[beam.request_id]) for beam in live]
+            at_end = len(known[0]) + 1 >= beams[0].max_total_tokens
+            count = 0 if at_end else choose(0, len(beams))
+            branches = [(choose(0, len(live) - 1), 3 + i) for i in range(count)]
+            now = self.scheduler.branch(live, branches)
+            assert len({id(beam) for beam in now}) == count
+            for beam, (parent, token) in zip(now, branches, strict=True):
+                self.expected[beam.request_id] = [*known[parent], token]
+            self.searches[beams] = now
+            if not branches:
+                assert {beam.finish_reason for beam in beams} == {"stop"}
+
+    def unfinished(self):
+        """Requests that the scheduler has: of beams only those that live."""
+        idle = {
+            beam
+            for beams, live in self.searches.items()
+            for beam in beams
+            if beam not in live
+        }
+        return [
+            r for r in self.requests if r.finish_reason is None and r not in idle
+        ]
+
     @precondition(lambda self: self.in_flight is None)
     @rule()
     def schedule(self):
@@ -732,7 +785,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = [r for r in self.requests if r.row is not None]
         partial = [r for r in running if r.num_scheduled_tokens < len(r.token_ids)]
         assert len(partial) <= scheduler.max_num_partial_prefills
-        waiting = [r for r in self.requests if r.row is None and not r.finish_reason]
+        waiting = [r for r in self.unfinished() if r.row is None]
         cache = scheduler.prefix_cache
         # Those let others pass, and may have to wait for a row then.
         self.sharing |= {
@@ -746,6 +799,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(r.arrival < oldest for r in running)
         for victim in (r for r in self.requests if r.request_id in had_row):
             if victim.row is None:  # for somebody more urgent, or it gave way itself
+                if victim.beams is not None:
+                    assert all(beam.row is None for beam in victim.beams)
                 others = [r.rank for r in running]
                 assert not others or min(others) < victim.rank
 
@@ -771,7 +826,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             for offset, content in contents.items()
             if block != NULL_BLOCK
         }
-        for scheduled in schedule.rows:
+        by_rank = sorted(schedule.rows, key=lambda row: row.request.rank)
+        for scheduled in by_rank:  # who forks comes after its source, if both are new
             request = scheduled.request
             name = request.request_id
             if name not in had_row and request.swapped is None:
@@ -817,9 +873,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             data.draw(st.integers(EOS, 9)) if scheduled.samples else None
             for scheduled in schedule.rows
         ]
-        self.commit_tokens(schedule, tokens)
+        self.commit_tokens(
+            schedule, tokens, lambda low, high: data.draw(st.integers(low, high))
+        )
 
-    def commit_tokens(self, schedule, tokens):
+    def commit_tokens(self, schedule, tokens, choose):
         self.move_swapped()
         self.slots |= {to: self.slots[slot] for to, slot in self.to_copy.items()}
         self.written |= {to: self.written[slot] for to, slot in self.to_copy.items()}
@@ -827,7 +885,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.written |= dict.fromkeys(self.to_write, self.num_resets)
         expected = []
         for scheduled, token in zip(schedule.rows, tokens, strict=True):
-            if scheduled.samples and scheduled.request.finish_reason is None:
+            ended = scheduled.request.finish_reason is not None
+            if scheduled.samples and scheduled.request.beams is None and not ended:
                 self.expected[scheduled.request.request_id].append(token)
                 expected.append(scheduled.request)
         assert self.scheduler.commit(schedule, tokens) == expected
@@ -840,6 +899,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             elif len(request.token_ids) == request.max_total_tokens:
                 reason = "length"
             assert request.finish_reason == reason
+        self.branch_all(choose)
 
     def move_swapped(self):
         for swapped, content in self.swapped.items():
@@ -856,7 +916,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.agrees()
             schedule, self.in_flight = self.in_flight, None
             tokens = [3 if scheduled.samples else None for scheduled in schedule.rows]
-            self.commit_tokens(schedule, tokens)
+            # Searches keep all their beams, which fork from the last one.
+            self.commit_tokens(schedule, tokens, lambda low, high: high)
 
     @precondition(lambda self: self.in_flight is not None)
     @rule(swaps=st.booleans())
@@ -870,20 +931,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         request = data.draw(st.sampled_from(self.requests))
-        ended = request.finish_reason is not None
-        assert self.scheduler.abort(request.request_id) is (None if ended else request)
+        known = request in self.unfinished()
+        assert self.scheduler.abort(request.request_id) is (request if known else None)
 
     @invariant()
     def agrees(self):
         scheduler = self.scheduler
         scheduler.check_invariants()
-        unfinished = [r for r in self.requests if r.finish_reason is None]
+        unfinished = self.unfinished()
         assert scheduler.num_running + scheduler.num_waiting == len(unfinished)
         total = sum(request.num_preemptions for request in self.requests)
         assert scheduler.num_preemptions == total
         used = [r.swapped.num_blocks for r in unfinished if r.swapped is not None]
         assert scheduler.swap_space.num_used == sum(used)
-        for request in self.requests:
+        for request in unfinished:
             assert request.token_ids == self.expected[request.request_id]
         if self.in_flight is None:
             assert 0 <= scheduler.num_wasted_slots <= scheduler.num_held_slots
