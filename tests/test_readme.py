@@ -23,10 +23,14 @@ def test_an_example_of_the_readme_runs(name, tmp_path, monkeypatch, capsys):
         out = capsys.readouterr().out
         assert "generation_tokens=" in out
         assert len(variables["answer"].outputs[0].token_ids) > 0
+        exec(compile(EXAMPLES["beams"], "README.md: beams", "exec"), variables)
+        scores = [h.score for h in variables["output"].outputs]
+        assert len(scores) == 4
+        assert scores == sorted(scores, reverse=True)
     else:
         assert variables["out"].shape == (20, 4, 64)
         assert variables["pool"].num_free == 31
 
 
 def test_every_python_example_of_the_readme_is_tested():
-    assert README.count("```python") == len(EXAMPLES) == 2
+    assert README.count("```python") == len(EXAMPLES) == 3

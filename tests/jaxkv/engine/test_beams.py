@@ -171,6 +171,8 @@ def test_preemption_does_not_change_hypotheses(
         max_num_seqs=6,
         enable_prefix_caching=caching,
         policy=policy,
+        preemption="swap",
+        swap_space=2**-12,
     )
     prompts = {"g0": prompt_of(9, 5), "b0": prompt_of(6), "b1": prompt_of(5, 7)}
     engine.add_request("g0", prompts["g0"], greedy, 1)
@@ -186,6 +188,10 @@ def test_preemption_does_not_change_hypotheses(
         check(outputs[request_id], expected)
     if policy == "priority" or num_blocks > 14:
         assert engine.stats().num_preemptions > 0
+    if (
+        policy == "fcfs"
+    ):  # only beams were preempted, and what they share is not swapped
+        assert engine.stats().num_swapped_out_bytes == 0
     assert engine.stats().held_blocks == 0
 
 

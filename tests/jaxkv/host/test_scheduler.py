@@ -751,9 +751,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for beam in beams
             if beam not in live
         }
-        return [
-            r for r in self.requests if r.finish_reason is None and r not in idle
-        ]
+        return [r for r in self.requests if r.finish_reason is None and r not in idle]
 
     @precondition(lambda self: self.in_flight is None)
     @rule()

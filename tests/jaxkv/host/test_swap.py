@@ -149,9 +149,8 @@ def test_what_is_in_the_prefix_cache_by_then_is_not_copied_back():
     (swapped,) = {last.swapped}
     # The same tokens come by and are computed by somebody else.
     scheduler.abort("first")
-    again = add(scheduler, "again", last.token_ids[:9], max_tokens=1)
-    scheduler._waiting.rotate(1)  # and first, for once
-    again.rank = (0, -1, 0)
+    add(scheduler, "again", last.token_ids[:9], max_tokens=1)
+    scheduler._waiting.rotate(1)  # first, for once
     schedule = run_until(scheduler, lambda: last.row is not None)
     (swap_in,) = schedule.swap_ins
     assert swap_in.swapped is swapped
@@ -159,6 +158,21 @@ def test_what_is_in_the_prefix_cache_by_then_is_not_copied_back():
     assert NULL_BLOCK not in swap_in.block_ids[2:]
     assert planned(schedule)["last"][1] == 1
     check_outputs(scheduler, requests[1:])
+
+
+def test_nothing_is_copied_back_if_all_of_it_is_in_the_prefix_cache():
+    scheduler = swap_scheduler(enable_prefix_caching=True)
+    _, last = two_requests(scheduler)
+    run_until(scheduler, lambda: last.num_preemptions)
+    assert last.swapped.num_tokens == 12  # three full blocks
+    scheduler.abort("first")
+    add(scheduler, "again", last.token_ids[:13], max_tokens=1)
+    scheduler._waiting.rotate(1)
+    schedule = run_until(scheduler, lambda: last.row is not None)
+    assert schedule.swap_ins == ()
+    assert scheduler.swap_space.num_used == 0
+    assert planned(schedule)["last"] == (12, 1, True)
+    check_outputs(scheduler, [last])
 
 
 def test_a_victim_recomputes_from_what_is_found_if_shared_blocks_are_gone():
