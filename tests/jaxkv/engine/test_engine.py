@@ -104,7 +104,7 @@ def test_unseeded_requests_repeat_with_the_engine_seed_and_differ_among_each_oth
     assert len({tuple(tokens) for tokens in first.values()}) == 3
 
 
-def test_n_outputs_differ_repeat_and_start_with_that_of_n_1(tiny):
+def test_b81_n_outputs_differ_repeat_and_start_with_that_of_n_1(tiny):
     params = SamplingParams(n=4, seed=7, max_tokens=8, ignore_eos=True)
     requests = {"r": ([5, 6, 7], params)}
     (output,) = run_engine(tiny.engine(), requests).values()
@@ -171,6 +171,16 @@ def test_logprobs_are_log_softmax_of_the_raw_logits(tiny):
     assert completion.cumulative_logprob == pytest.approx(
         sum(logprobs[16 + i, tokens[17 + i]] for i in range(3)), abs=1e-4
     )
+
+
+def test_b82_logprobs_under_top_k_1_can_be_written_as_json(tiny):
+    params = SamplingParams(
+        max_tokens=4, seed=0, top_k=1, logprobs=5, prompt_logprobs=5, ignore_eos=True
+    )
+    (output,) = run_engine(tiny.engine(), {"r": ([1, 2, 3], params)}).values()
+    entries = [*output.outputs[0].logprobs, *output.prompt_logprobs[1:]]
+    assert [len(entry) >= 5 for entry in entries] == [True] * 6
+    json.dumps(entries, allow_nan=False)
 
 
 def test_logprobs_are_finite_and_hold_the_chosen_token_even_with_none_asked_for(tiny):
@@ -325,6 +335,54 @@ def test_abort_of_a_request_with_several_outputs_ends_them_all(tiny):
     assert engine.stats().held_blocks == 0
 
 
+def test_b79_n_outputs_end_at_different_times_for_their_own_reasons(tiny):
+    prompt = [5, 6, 7]
+    params = SamplingParams(n=3, seed=8, max_tokens=9, ignore_eos=True)
+    (output,) = run_engine(tiny.engine(), {"r": (prompt, params)}).values()
+    texts = [list(completion.token_ids) for completion in output.outputs]
+    stops = [texts[0][0], texts[1][4]]
+    assert not set(stops) & {*texts[1][:4], *texts[2]}
+    params = dataclasses.replace(params, stop_token_ids=stops)
+    engine = tiny.engine()
+    engine.add_request("r", prompt, params)
+    reports = []
+    while engine.has_unfinished_requests():
+        reports += engine.step()
+    assert [report.finished for report in reports].count(True) == 1
+    ends = [
+        (len(c.token_ids), c.finish_reason, c.stop_reason) for c in reports[-1].outputs
+    ]
+    assert ends == [(1, "stop", stops[0]), (5, "stop", stops[1]), (9, "length", None)]
+    for steps in range(1, 7):
+        engine = tiny.engine()
+        engine.add_request("r", prompt, params)
+        for _ in range(steps):
+            engine.step()
+        engine.abort_request("r")
+        (output,) = engine.step()
+        reasons = [c.finish_reason for c in output.outputs]
+        assert "abort" in reasons
+        assert set(reasons) <= {"abort", "stop"}
+        assert engine.stats().held_blocks == engine.stats().num_running == 0
+
+
+def test_b116_abort_of_a_swapped_out_request_ends_it_once(tiny):
+    engine = tiny.engine(num_blocks=13, preemption="swap", swap_space=2**-12)
+    for request_id in ("r17", "r5", "r4", "r33"):
+        engine.add_request(request_id, prompts()[request_id], GREEDY)
+    reports = []
+    while engine.has_unfinished_requests():
+        reports += engine.step()
+        swapped = [r for r in engine.scheduler._waiting if r.swapped is not None]
+        for request in swapped:
+            engine.abort_request(request.request_id.split("/")[1])
+            engine.abort_request(request.request_id.split("/")[1])
+    assert engine.stats().num_swapped_out_bytes > 0
+    ended = [o.request_id for o in reports if o.finished]
+    assert sorted(ended) == ["r17", "r33", "r4", "r5"]
+    assert engine.scheduler.swap_space.num_used == engine.stats().held_blocks == 0
+
+
 def test_a_failed_step_loses_nothing(monkeypatch):
     engine = scripted_engine(lambda tokens: len(tokens), CONFIG)
     engine.add_request("r", [1, 2, 3], SamplingParams(max_tokens=3))
@@ -445,6 +503,46 @@ def test_prefix_hits_do_not_change_tokens_and_are_reported(tiny):
     again = run_engine(engine, requests)
     assert token_ids(again) == token_ids(cold)
     assert again["r0"].num_cached_tokens == 0
+
+
+def test_b124_cached_tokens_are_those_of_the_prompt_at_its_first_admission(tiny):
+    prompt = list(range(20, 33))
+    params = SamplingParams(n=3, seed=1, max_tokens=20, ignore_eos=True)
+    # So few blocks that the later outputs are preempted and come back.
+    engine = tiny.engine(num_blocks=20)
+    run_engine(engine, {"cold": (prompt, SamplingParams(max_tokens=1))})
+    engine.add_request("r", prompt, params)
+    engine.add_request("rival", prompt[::-1], params)
+    reported = []
+    while engine.has_unfinished_requests():
+        reported += [o.num_cached_tokens for o in engine.step() if o.request_id == "r"]
+    assert engine.stats().num_preemptions > 0
+    assert set(reported) == {12}
+    assert engine.stats().prefix_hits == 12
+    assert engine.stats().prefix_queries == 3 * 13
+
+
+def test_b128_live_and_cached_blocks_are_told_apart(tiny):
+    engine = tiny.engine()
+    rng = np.random.default_rng(0)
+    for number in range(48):
+        prompt = [number, *rng.integers(0, 128, 3).tolist()]
+        params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        engine.add_request(str(number), prompt, params)
+    while engine.has_unfinished_requests():
+        engine.step()
+        stats = engine.stats()
+        counts = (stats.free_blocks, stats.cached_blocks, stats.held_blocks)
+        assert sum(counts) == stats.total_blocks == 63
+    # One full block each, none of them shared.
+    assert counts == (15, 48, 0)
+    for number in range(4):
+        engine.add_request(str(number), [number] * 9)
+    engine.step()
+    assert engine.stats().held_blocks > 0
+    for number in range(4):
+        engine.abort_request(str(number))
+    assert (engine.stats().held_blocks, engine.stats().num_running) == (0, 0)
 
 
 def test_prompt_logprobs_are_the_same_whatever_the_cache_holds(tiny):

@@ -163,7 +163,7 @@ def test_block_size_is_not_confused():
     assert not set(block_hashes(TOKENS, 2)) & set(block_hashes(TOKENS, 4))
 
 
-def test_digests_are_the_same_in_every_process():
+def test_b18_digests_are_the_same_in_every_process():
     script = (
         "from jaxkv.host.block_hash import block_hashes\n"
         "print(block_hashes(range(4), 4, adapter='a', salt='s')[0].hex())"

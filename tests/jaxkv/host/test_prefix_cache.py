@@ -7,6 +7,7 @@ from jaxkv.host.request import Request, SamplingParams, max_total_tokens
 from tests.jaxkv.host.test_scheduler import (
     drain,
     make_scheduler,
+    next_token,
     sample,
     step,
     undisturbed,
@@ -177,6 +178,29 @@ def test_b13_other_adapters_and_salts_find_nothing(scheduler):
     assert found("salted", salt="a") == 0
     assert found("both", salt="a", adapter="a") == 0
     assert found("salted again", salt="a") == 8
+
+
+def test_b15_an_adapter_loaded_again_under_its_name_finds_nothing(scheduler):
+    # Its key is one load's, not its name; other weights of the model are a reset.
+    prompt = list(range(100, 109))
+    assert run(scheduler, "v1", prompt, adapter="ad/1").num_cached_tokens == 0
+    assert run(scheduler, "v1 again", prompt, adapter="ad/1").num_cached_tokens == 8
+    assert run(scheduler, "v2", prompt, adapter="ad/2").num_cached_tokens == 0
+    scheduler.reset_prefix_cache()
+    assert run(scheduler, "new", prompt, adapter="ad/1").num_cached_tokens == 0
+
+
+def test_b26_only_tokens_whose_keys_a_step_has_written_are_published(scheduler):
+    request = add(scheduler, "a", [100, 101, 102], max_tokens=4)
+    digest = block_hashes([100, 101, 102, next_token([100, 101, 102])], BLOCK_SIZE)
+    step(scheduler)  # the fourth token is known now, but not computed
+    assert len(request.token_ids) == 4
+    assert scheduler.pool.lookup(digest) == []
+    failed = scheduler.schedule()
+    scheduler.discard(failed)
+    assert scheduler.pool.lookup(digest) == []
+    step(scheduler)
+    assert scheduler.pool.lookup(digest) == scheduler.block_tables.table("a")[:1]
 
 
 def test_b21_a_request_with_prompt_logprobs_finds_nothing_and_publishes(scheduler):

@@ -131,6 +131,35 @@ def test_equals_never_preempt_each_other_though_one_let_the_other_pass():
     assert scheduler.num_preemptions == 0
 
 
+@pytest.mark.parametrize(
+    ("needed", "victims"),
+    [
+        pytest.param(9, [0, 0, 1], id="one private block"),
+        pytest.param(10, [0, 1, 1], id="two"),
+        pytest.param(11, [1, 1, 1], id="all three, and what they share"),
+    ],
+)
+def test_b37_victims_are_chosen_by_what_only_they_hold(needed, victims):
+    # Three share five blocks and have one each of their own; 8 of 16 are free.
+    scheduler = priority_scheduler(
+        num_blocks=17, max_num_batched_tokens=80, enable_prefix_caching=True
+    )
+    prefix = list(range(10, 30))
+    low = [
+        add_urgent(scheduler, name, [*prefix, number], 5, max_tokens=3)
+        for number, name in enumerate("abc")
+    ]
+    step(scheduler)
+    step(scheduler)
+    assert scheduler.pool.num_held == 5 + 3
+    prompt = [*range(50, 50 + 4 * needed - 1)]
+    urgent = add_urgent(scheduler, "urgent", prompt, 0, max_tokens=2)
+    assert "urgent" in step(scheduler)
+    drain(scheduler)
+    check_outputs([*low, urgent])
+    assert [request.num_preemptions for request in low] == victims
+
+
 @pytest.mark.parametrize("needed", [9, 10])
 def test_victims_count_together_what_they_share_with_each_other_only(needed):
     # Two outputs for 25 tokens: 6 blocks shared, one each of its own, 3 blocks free.
