@@ -10,8 +10,9 @@ are two kinds of work:
   for all cores and little is computed in vain.
 - *Query tiles* of one row each: rows that prefill, `_TILE_Q` queries at a time.
 
-A batch with no more tokens than rows is a decoding one. There each token is a single
-query, and the code for query tiles is not even compiled.
+A batch padded to no more tokens than rows is taken for a decoding one: each token is a
+single query, and the code for query tiles is not even compiled. Rows of several tokens
+come out right there too, but slowly; the host sends those to other shapes.
 """
 
 import functools
@@ -24,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 _GROUP = 16
 _SINGLE_TILE_KV = 64
-_TILE_Q = 64
+_TILE_Q = 32
 _TILE_KV = 128
 _LARGE_NEGATIVE = -1e30  # finite, so that exp(masked - max) has no NaN
 

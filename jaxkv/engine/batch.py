@@ -8,7 +8,7 @@ So every value is checked here, on the host, before the step.
 # pyright: reportArgumentType=false
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,12 +28,15 @@ class Bucket(NamedTuple):
 
 
 def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
-    """List the shapes that steps are padded to, smallest first.
+    """List the shapes that steps are padded to: by tokens, then by rows.
 
-    Up to max_num_seqs rows and tokens grow together: decoding, and short prompts.
-    They double up to 16, where a product's time hardly depends on its rows; from there
-    on they also stop half-way (16, 24, 32, 48, ...), since it does. Beyond
-    max_num_seqs only the tokens grow, by powers of two: prefill chunks.
+    - As many tokens as rows, up to max_num_seqs: decoding. They double up to 16, where
+      a product's time hardly depends on its rows; from there on they also stop half-way
+      (16, 24, 32, 48, ...), since it does.
+    - Half as many rows as tokens, by powers of two from 16 tokens to as many as above:
+      short prompts and what the prefix cache leaves of long ones, beside a few
+      decoding rows.
+    - max_num_seqs rows and more tokens, by powers of two: prefill chunks.
     """
     rows = 1
     buckets = [Bucket(rows, rows)]
@@ -44,11 +47,15 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket
         else:
             rows = rows * 3 // 2 if is_power else rows * 4 // 3
         buckets.append(Bucket(rows, rows))
+    tokens = 16
+    while tokens <= rows:
+        buckets.append(Bucket(tokens // 2, tokens))
+        tokens *= 2
     tokens = rows
     while tokens < max_num_batched_tokens:
         tokens = 1 << tokens.bit_length()
         buckets.append(Bucket(rows, tokens))
-    return tuple(buckets)
+    return tuple(sorted(buckets, key=lambda bucket: (bucket.tokens, bucket.rows)))
 
 
 class BatchBuilder:
@@ -70,12 +77,26 @@ class BatchBuilder:
         self.vocab_size = vocab_size
         self.table_width = -(-max_model_len // block_size)
 
-    def bucket_for(self, rows: int, tokens: int) -> Bucket:
-        """Return the smallest bucket that holds so much."""
-        for bucket in self.buckets:
-            if bucket.rows >= rows and bucket.tokens >= tokens:
+    def bucket_for(self, q_lens: Sequence[int]) -> Bucket:
+        """Return the bucket for rows of so many tokens.
+
+        That is the smallest that holds them; but with as many rows as tokens attention
+        takes each token for a row's only one, so that every token of a longer row reads
+        its keys anew. So a batch with longer rows goes to the smallest bucket of fewer
+        rows than tokens, unless that one's further padding is more than those rows.
+        """
+        num_rows, num_tokens = len(q_lens), sum(q_lens)
+        holding = [b for b in self.buckets if b.rows >= num_rows]
+        holding = [b for b in holding if b.tokens >= num_tokens]
+        assert holding, f"no bucket holds {num_rows} rows and {num_tokens} tokens"
+        smallest = holding[0]
+        num_in_longer = sum(q_len for q_len in q_lens if q_len > 1)
+        for bucket in holding:
+            if bucket.tokens > smallest.tokens + num_in_longer:
+                break
+            if bucket.tokens > bucket.rows:
                 return bucket
-        raise AssertionError(f"no bucket holds {rows} rows and {tokens} tokens")
+        return smallest
 
     def build(
         self,
@@ -94,7 +115,7 @@ class BatchBuilder:
             ValueError: A value would go astray on the device.
         """
         rows = schedule.rows
-        bucket = self.bucket_for(len(rows), schedule.num_tokens)
+        bucket = self.bucket_for([row.num_tokens for row in rows])
         token_ids = np.zeros(bucket.tokens, np.int32)
         positions = np.zeros(bucket.tokens, np.int32)
         slot_mapping = np.zeros(bucket.tokens, np.int32)

@@ -11,7 +11,7 @@ from jaxkv.device import attention as attention_module
 from pallas_kernels import target
 from tests.helpers import TOLERANCE, Workload, dense_attention, random_paged_case
 
-# Lengths straddle blocks (8), query tiles (64) and key tiles (64 and 128).
+# Lengths straddle blocks (8), query tiles (32) and key tiles (64 and 128).
 WORKLOADS = [
     Workload(rows=((1, 1),)),
     Workload(rows=((1, 8), (1, 7), (1, 9))),

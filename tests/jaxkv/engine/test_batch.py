@@ -7,9 +7,9 @@ from jaxkv.host.request import Request
 from jaxkv.host.schedule import Schedule, ScheduledRow
 
 
-def builder():
+def builder(max_num_seqs=4, max_num_batched_tokens=16):
     return BatchBuilder(
-        buckets=make_buckets(4, 16),
+        buckets=make_buckets(max_num_seqs, max_num_batched_tokens),
         block_size=4,
         num_blocks=10,
         max_model_len=20,
@@ -59,6 +59,35 @@ def test_a_line_of_the_tables_keeps_nothing_of_the_batch_before():
     assert second.block_tables[0].tolist() == [6, 0, 0, 0, 0]
     assert first.block_tables is not second.block_tables
     assert first.token_ids is not second.token_ids
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "expected"),
+    [
+        ([1], (1, 1)),
+        ([1] * 8, (8, 8)),
+        ([1] * 9, (16, 16)),
+        ([1] * 17, (24, 24)),
+        ([1] * 32, (32, 32)),
+        ([32], (16, 32)),
+        ([17], (16, 32)),
+        ([8], (8, 16)),
+        ([7], (8, 8)),
+        ([1] * 15 + [17], (16, 32)),
+        ([1] * 16 + [16], (32, 32)),
+        ([1] * 16 + [32], (32, 64)),
+        ([1] * 20 + [6, 6], (32, 32)),
+        ([33], (32, 64)),
+        ([16] * 4, (32, 64)),
+        ([128], (32, 128)),
+    ],
+)
+def test_equal_buckets_are_for_rows_of_one_token(q_lens, expected):
+    assert builder(32, 128).bucket_for(q_lens) == expected
+
+
+def test_without_a_larger_bucket_longer_rows_go_to_an_equal_one():
+    assert builder(4, 4).bucket_for([4]) == (4, 4)
 
 
 @pytest.mark.parametrize(
