@@ -38,14 +38,11 @@ from operator import attrgetter
 
 import numpy as np
 
-from jaxkv.config import NULL_BLOCK
 from jaxkv.host.block_pool import BlockPool
-from jaxkv.host.block_tables import BlockTables
 from jaxkv.host.preemption import Preemption, choose_victims, units_of
-from jaxkv.host.prefix_cache import PrefixCache
 from jaxkv.host.request import Request, check_beams_fit, max_total_tokens
-from jaxkv.host.schedule import Plan, Schedule, ScheduledRow, Start, Swap
-from jaxkv.host.swap_space import SwapSpace
+from jaxkv.host.request_blocks import RequestBlocks
+from jaxkv.host.schedule import Plan, Schedule, ScheduledRow, Start
 
 _by_rank = attrgetter("rank")
 
@@ -99,9 +96,10 @@ class Scheduler:
         self.max_num_partial_prefills = max_num_partial_prefills
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
-        self.block_tables = BlockTables(self.pool)
-        self.prefix_cache = PrefixCache(self.pool)
-        self.swap_space = SwapSpace(num_swap_blocks)
+        self._blocks = RequestBlocks(self.pool, num_swap_blocks)
+        self.block_tables = self._blocks.block_tables
+        self.prefix_cache = self._blocks.prefix_cache
+        self.swap_space = self._blocks.swap_space
         self.preemption = preemption or Preemption()
         self.num_preemptions = 0
         self._requests: dict[str, Request] = {}  # unfinished ones
@@ -133,10 +131,7 @@ class Scheduler:
     @property
     def num_wasted_slots(self) -> int:
         """Slots of held blocks without a computed token; ask after `commit`."""
-        computed = sum(request.num_computed_tokens for request in self._running)
-        # What is shared is full, and was counted for each that shares it.
-        shared = self.block_tables.num_references - self.pool.num_held
-        return self.num_held_slots - computed + shared * self.pool.block_size
+        return self._blocks.num_wasted_slots(self._running)
 
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
@@ -186,7 +181,7 @@ class Scheduler:
             member.finish_reason = "abort"
             if member.row is None and member.request_id in self._requests:
                 self._waiting.remove(member)
-                self._drop_swapped(member)
+                self._blocks.drop_swapped(member)
                 del self._requests[member.request_id]
         self._retire([r for r in request.unit if r.row is not None])
         return request
@@ -195,7 +190,7 @@ class Scheduler:
         """Forget every cached block, those in host memory too; who runs goes on."""
         self.prefix_cache.reset(self._waiting)
         for request in self._waiting:
-            self._drop_swapped(request)
+            self._blocks.drop_swapped(request)
 
     def schedule(self) -> Schedule:
         """Decide the next step: allocate, preempt and admit.
@@ -235,14 +230,7 @@ class Scheduler:
             if _is_stale(scheduled):
                 continue
             request = scheduled.request
-            request.source = None
-            # What came back from host memory is published again.
-            num_before = 0 if request.swapped is not None else scheduled.start
-            self._drop_swapped(request)
-            request.num_computed_tokens += scheduled.num_tokens
-            self.prefix_cache.publish(
-                request, self.block_tables.table(request.request_id), num_before
-            )
+            self._blocks.fill(request, scheduled.num_tokens)
             if scheduled.samples and request.beams is None:
                 assert token is not None, f"no token for {request!r}"
                 request.append_token(token)
@@ -255,18 +243,12 @@ class Scheduler:
     def discard(self, schedule: Schedule) -> None:
         """Forget a step that failed: its tokens will be scheduled again."""
         for scheduled in schedule.rows:
-            if not _is_stale(scheduled):
-                request = scheduled.request
-                request.num_scheduled_tokens = request.num_computed_tokens
-                self.block_tables.truncate(
-                    request.request_id, request.num_computed_tokens
-                )
-                # What it begins with may not have arrived.
-                if request.source is not None or request.swapped is not None:
-                    self._requeue(request)
+            request = scheduled.request
+            if not _is_stale(scheduled) and not self._blocks.unfill(request):
+                self._requeue(request)
         for request in self._waiting:
             if request.swapped is not None and request.swapped.content is None:
-                self._drop_swapped(request)
+                self._blocks.drop_swapped(request)
         self._running = [r for r in self._running if r.row is not None]
 
     def _plan_running(self, plan: Plan) -> None:
@@ -304,7 +286,7 @@ class Scheduler:
         own = request.unit
         victims = choose_victims(
             self._candidates(after=own),
-            lambda units: self._reclaimable(units) >= shortfall,
+            lambda units: self._blocks.reclaimable(units) >= shortfall,
         )
         for unit in victims or [own]:
             self._preempt(unit, plan)
@@ -320,10 +302,6 @@ class Scheduler:
         units = [u for u in units_of(self._running) if min(r.rank for r in u) > last]
         return self.preemption.by_work_lost(units, self.block_tables)
 
-    def _reclaimable(self, units: Sequence[Sequence[Request]]) -> int:
-        """Return how many blocks only these hold."""
-        return self.block_tables.reclaimable(r.request_id for u in units for r in u)
-
     def _preempt(self, unit: Sequence[Request], plan: Plan) -> None:
         """Take everything from running requests and put them back in the queue.
 
@@ -333,7 +311,7 @@ class Scheduler:
             if request.row is not None:
                 plan.withdraw(request)
                 plan.victims.add(request)
-                self._swap_out(request, plan)
+                self._blocks.swap_out(request, self.preemption, plan)
                 self._requeue(request)
                 request.num_preemptions += 1
                 self.num_preemptions += 1
@@ -342,28 +320,6 @@ class Scheduler:
         source.source = None
         for request in others:
             request.fork(source, request.token_ids)
-
-    def _swap_out(self, request: Request, plan: Plan) -> None:
-        """Plan to copy a victim's blocks to host memory, if that is the better way."""
-        if request.beams is not None:  # what they share would be copied for each
-            return
-        table = self.block_tables.table(request.request_id)
-        first = self.prefix_cache.num_shared(request, table)
-        num_tokens = request.num_computed_tokens
-        num_blocks = self.block_tables.blocks_for(num_tokens) - first
-        num_lost = num_tokens - first * self.pool.block_size
-        if num_lost <= 0 or not self.preemption.swaps(num_blocks, num_lost):
-            return
-        request.swapped = self.swap_space.reserve(first, num_blocks, num_tokens)
-        if request.swapped is not None:
-            block_ids = tuple(table[first : first + num_blocks])
-            plan.swap_outs.append(Swap(request.swapped, block_ids))
-
-    def _drop_swapped(self, request: Request) -> None:
-        """Give up what the request has in host memory, if anything."""
-        if request.swapped is not None:
-            self.swap_space.release(request.swapped)
-            request.swapped = None
 
     def _requeue(self, request: Request) -> None:
         self._vacate(request)
@@ -375,7 +331,7 @@ class Scheduler:
         """Admit from the head of the queue until something is lacking."""
         if not (self._waiting and plan.budget):
             return
-        reserved = sum(map(self._num_blocks_to_come, self._running))
+        reserved = sum(map(self._blocks.num_to_come, self._running))
         num_partial = sum(_num_unscheduled(r) > 0 for r in self._running)
         sharing: list[Request] = []  # they wait for blocks that others compute
         while self._waiting and plan.budget:
@@ -384,7 +340,7 @@ class Scheduler:
                 break
             if request in plan.victims:
                 break
-            start = self._find_start(request)
+            start = self._blocks.find_start(request)
             if start is None:
                 sharing.append(self._waiting.popleft())
                 continue
@@ -394,16 +350,16 @@ class Scheduler:
             if is_partial and num_partial >= self.max_num_partial_prefills:
                 break
             num_held = sum(self.pool.ref_count(block) > 0 for block in start.shared)
-            wanted = self._num_blocks_to_come(request) - num_held
+            wanted = self._blocks.num_to_come(request) - num_held
             shortfall = reserved + wanted - self.pool.num_available
             if shortfall > 0 or not self._free_rows:
                 if not self._make_way(request, shortfall, plan):
                     break
-                reserved = sum(map(self._num_blocks_to_come, self._running))
+                reserved = sum(map(self._blocks.num_to_come, self._running))
                 num_partial = sum(_num_unscheduled(r) > 0 for r in self._running)
                 continue
             self._admit(request, start, num_tokens, plan)
-            reserved += self._num_blocks_to_come(request)
+            reserved += self._blocks.num_to_come(request)
             num_partial += is_partial
         self._waiting.extendleft(reversed(sharing))
 
@@ -436,49 +392,14 @@ class Scheduler:
 
         def is_enough(units: Sequence[Sequence[Request]]) -> bool:
             members = [r for unit in units for r in unit if r.row is not None]
-            gain = sum(map(self._num_blocks_to_come, members))
-            return self._reclaimable(units) + gain >= shortfall
+            gain = sum(map(self._blocks.num_to_come, members))
+            return self._blocks.reclaimable(units) + gain >= shortfall
 
         victims = choose_victims(candidates, is_enough)
         for unit in victims:
             self._preempt(unit, plan)
         self._running = [r for r in self._running if r.row is not None]
         return bool(victims)
-
-    def _num_blocks_to_come(self, request: Request) -> int:
-        """Return the blocks it will take for its known tokens and one block more."""
-        known = self.block_tables.blocks_for(len(request.token_ids))
-        at_most = self.block_tables.blocks_for(request.max_total_tokens - 1)
-        held = len(self.block_tables.table(request.request_id))
-        return min(known + 1, at_most) - held
-
-    def _find_start(self, request: Request) -> Start | None:
-        """Return where a waiting request can start; None: others compute it now."""
-        block_size = self.pool.block_size
-        source = request.source
-        if source is not None and source.finish_reason is not None:
-            source = request.source = None
-        if source is None:
-            found = self.prefix_cache.find(request)
-            swapped = request.swapped
-            if (
-                swapped is not None
-                and swapped.first <= len(found)
-                and len(found) * block_size < swapped.num_tokens
-            ):
-                return Start(found, swapped.num_tokens, swapped=swapped)
-            if self.prefix_cache.is_pending(request, found):
-                return None
-            return Start(found, len(found) * block_size)
-        # The last token always runs: its logits are needed.
-        num_tokens = min(request.num_source_tokens, len(request.token_ids) - 1)
-        if source.num_computed_tokens < num_tokens:
-            return None
-        table = self.block_tables.table(source.request_id)
-        num_full, num_rest = divmod(num_tokens, block_size)
-        return Start(
-            table[:num_full], num_tokens, table[num_full] if num_rest else None
-        )
 
     def _admit(
         self, request: Request, start: Start, num_tokens: int, plan: Plan
@@ -487,25 +408,7 @@ class Scheduler:
         self._waiting.popleft()
         request.row = heapq.heappop(self._free_rows)
         bisect.insort(self._running, request, key=_by_rank)
-        self.block_tables.adopt(request.request_id, start.shared)
-        request.num_computed_tokens = start.num_tokens
-        request.num_scheduled_tokens = start.num_tokens
-        num_shared = len(start.shared)
-        self.prefix_cache.admit(request, num_shared)
-        target = request.num_computed_tokens + num_tokens
-        grown = self.block_tables.grow(request.request_id, target)
-        assert grown, f"{request!r} was admitted without room"
-        table = self.block_tables.table(request.request_id)
-        if start.copied is not None:
-            plan.copies.append((start.copied, table[num_shared]))
-        if start.swapped is None:
-            self._drop_swapped(request)
-        else:
-            first, end = start.swapped.first, start.swapped.end
-            unwanted = (NULL_BLOCK,) * (num_shared - first)
-            block_ids = unwanted + tuple(table[num_shared:end])
-            plan.swap_ins.append(Swap(start.swapped, block_ids))
-        plan.add(request, num_tokens)
+        self._blocks.begin(request, start, num_tokens, plan)
 
     def branch(
         self, beams: Sequence[Request], branches: Sequence[tuple[int, int]]
@@ -552,23 +455,21 @@ class Scheduler:
         """Let running requests that have ended go."""
         for request in requests:
             self._vacate(request)
-            self._drop_swapped(request)
+            self._blocks.drop_swapped(request)
             del self._requests[request.request_id]
         self._running = [r for r in self._running if r.row is not None]
 
     def _vacate(self, request: Request) -> None:
         """Give back a running request's blocks and its row."""
-        self.prefix_cache.withdraw(request)
-        self.block_tables.release(request.request_id)
+        self._blocks.give_back(request)
         assert request.row is not None, f"{request!r} has no row to give back"
         heapq.heappush(self._free_rows, request.row)
         request.row = None
 
     def check_invariants(self) -> None:
         """Assert that queues, rows, counters and blocks agree, between any calls."""
-        self.block_tables.check_invariants()
-        self.prefix_cache.check_invariants(self._running)
         running, waiting = self._running, list(self._waiting)
+        self._blocks.check_invariants(running, waiting)
         every = {request.request_id: request for request in running + waiting}
         assert every == self._requests, f"{every} against {self._requests}"
         assert len(every) == len(running) + len(waiting), "a request is queued twice"
@@ -578,14 +479,6 @@ class Scheduler:
         assert len(rows) == len(running), f"running without a row: {running}"
         assert len(set(rows)) == len(rows), f"rows taken twice: {rows}"
         assert not set(rows) & set(self._free_rows), f"free and taken: {rows}"
-        owners = self.block_tables.request_ids()
-        assert owners <= {r.request_id for r in running}, f"{owners} own blocks"
-        for request in running:
-            scheduled = request.num_scheduled_tokens
-            assert request.num_computed_tokens <= scheduled, f"{request!r}"
-            assert scheduled <= len(request.token_ids), f"{request!r}"
-            held = len(self.block_tables.table(request.request_id))
-            assert held == self.block_tables.blocks_for(scheduled), f"{request!r}"
         for request in waiting:
             assert request.row is None, f"waiting with a row: {request!r}"
             assert request.num_scheduled_tokens == 0, f"waiting: {request!r}"
