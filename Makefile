@@ -3,7 +3,8 @@
 # make lint               linters and types
 # make test-gpu-compile   what is compiled for an H200, without one
 # make test-oldest        the test suite on the oldest jax
-# make test-long          that, and what is compiled for an H200 with it
+# make test-long          that, what is compiled for an H200 with it, and many more
+#                         random state machines
 # make gpu                on a machine with an NVIDIA GPU: its tests and a benchmark
 # Each finds a Python, makes an environment (.venv, .venv-oldest, .venv-gpu) and installs
 # what it needs; `make gpu GPU_PYTHON=python3` takes a Python that has it.
@@ -46,6 +47,8 @@ test-oldest: .venv-oldest/test.stamp $(MODEL)/config.json
 
 test-long: test-oldest .venv-oldest/gpu-compile.stamp
 	@$(call test_gpu_compile,.venv-oldest)
+	JAXKV_STATE_MACHINE_FACTOR=20 .venv-oldest/bin/python -m pytest -q \
+	    tests/jaxkv/host/test_scheduler.py tests/jaxkv/engine/test_state_machine.py
 
 # Executables are not kept: each run shows what the compiler at hand makes. Shapes are
 # not checked by type annotations: a Python that has jax may not have beartype.

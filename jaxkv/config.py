@@ -289,7 +289,11 @@ class EngineConfig:
         enable_prefix_caching: Requests find the blocks of equal first tokens that
             others computed.
         warmup: `eager` compiles every bucket in the constructor, `lazy` on first use.
-        debug_blocks: Check the block pool's invariants after every step.
+        debug_blocks: Find faults in the handling of blocks, for several times the
+            host's work: check before every step that each slot that attention is going
+            to read holds the request's own token at that position, fill released blocks
+            with NaN, and check the scheduler's invariants after every step. What is
+            wrong raises an AssertionError that names request, position and block.
         attention_implementation: As `paged_attention`'s `implementation`.
         seed: Seed of requests that bring none.
     """

@@ -100,6 +100,10 @@ class _ScriptedRunner:
         """Put them back, to other blocks."""
         self._slots[list(block_ids)] = content
 
+    def poison_blocks(self, block_ids: Sequence[int]) -> None:
+        """Overwrite the tokens of whole blocks with what is none."""
+        self._slots[list(block_ids)] = -1
+
     def execute(self, batch: Batch) -> StepOutput:
         """Write the batch's tokens to their slots and read back every row's."""
         self._slots.reshape(-1)[batch.slot_mapping] = batch.token_ids

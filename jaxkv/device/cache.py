@@ -172,6 +172,23 @@ def scatter_blocks(
     )
 
 
+def fill_blocks(
+    cache: KVCache, block_ids: Int32[Array, " blocks"], value: Float[Array, ""]
+) -> KVCache:
+    """Overwrite whole blocks of every layer with one value, K and V both.
+
+    Args:
+        cache: Not donated here.
+        block_ids: Blocks to overwrite; one may be named several times.
+        value: Cast to the blocks' dtype.
+    """
+
+    def fill(blocks: jax.Array) -> jax.Array:
+        return blocks.at[block_ids].set(value.astype(blocks.dtype))
+
+    return jax.tree.map(fill, cache)
+
+
 def copy_blocks(
     cache: KVCache,
     src_ids: Int32[Array, " copies"],

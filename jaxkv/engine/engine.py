@@ -17,6 +17,7 @@ from jaxkv.device.llama import Params
 from jaxkv.device.step import StepOutput
 from jaxkv.engine.batch import BatchBuilder, make_buckets, wants_prompt_logprobs
 from jaxkv.engine.beams import BeamRecord
+from jaxkv.engine.block_debug import BlockDebugger
 from jaxkv.engine.calibration import measure_prefill_rate, measure_swap_bandwidth
 from jaxkv.engine.checks import EngineLimits, RequestChecks
 from jaxkv.engine.outputs import EngineStats, RequestOutput
@@ -79,6 +80,9 @@ class Engine:
             ),
         )
         self._runner = runner
+        self._debugger = (
+            BlockDebugger(self.scheduler, runner) if config.debug_blocks else None
+        )
         self._builder = BatchBuilder(
             buckets=make_buckets(config.max_num_seqs, config.max_num_batched_tokens),
             block_size=config.block_size,
@@ -163,7 +167,9 @@ class Engine:
         engine = cls(runner, limits, config, tokenizer)
         if config.warmup == "eager":
             runner.compile([engine._builder.empty(b) for b in engine._builder.buckets])
-            runner.compile_moves(swaps=config.swap_space > 0)
+            runner.compile_moves(
+                swaps=config.swap_space > 0, poison=config.debug_blocks
+            )
         if config.swap_space > 0 and config.preemption == "auto":
             engine._calibrate(runner)
         return engine
@@ -268,16 +274,19 @@ class Engine:
             Outputs of the requests that got a token or ended, in order of arrival.
         """
         start = time.perf_counter()
-        touched, self._unreported = self._unreported, []
         schedule = self.scheduler.schedule()
         self._peak_held_blocks = max(
             self._peak_held_blocks, self.scheduler.pool.num_held
         )
         if schedule.rows:
             output = self._execute(schedule)
-            touched += self._commit(schedule, output)
-        if self.config.debug_blocks:
-            self.scheduler.check_invariants()
+            touched = self._commit(schedule, output)
+        else:
+            touched = []
+        if self._debugger is not None:
+            self._debugger.finish(schedule)
+        # A step that failed has reported nobody.
+        touched, self._unreported = self._unreported + touched, []
         outputs = [record.output() for record in touched]
         self._step_seconds += time.perf_counter() - start
         return outputs
@@ -375,6 +384,8 @@ class Engine:
             batch = self._builder.build(
                 schedule, self.scheduler.block_tables.table, self._keys.__getitem__
             )
+            if self._debugger is not None:
+                self._debugger.check(schedule)
             start = time.perf_counter()
             self._move_blocks(schedule)
             output = self._runner.execute(batch)
@@ -390,6 +401,8 @@ class Engine:
         for swapped, block_ids in schedule.swap_outs:
             swapped.content = self._runner.swap_out(block_ids)
             self._num_swapped_out += len(block_ids)
+        if self._debugger is not None:
+            self._debugger.fill()
         for swapped, block_ids in schedule.swap_ins:
             self._runner.swap_in(swapped.content, block_ids)
             self._num_swapped_in += sum(i != NULL_BLOCK for i in block_ids)

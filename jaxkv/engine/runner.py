@@ -4,6 +4,7 @@ Executables are compiled ahead of time and called as such, so a step can compile
 nothing by accident: arguments of another shape or sharding are an error.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from jaxkv.config import NULL_BLOCK, CacheConfig, ModelConfig
 from jaxkv.device.cache import (
     LayerKV,
     copy_blocks,
+    fill_blocks,
     gather_blocks,
     init_cache,
     scatter_blocks,
@@ -27,6 +29,7 @@ from jaxkv.device.step import Batch, StepOutput, make_step
 from jaxkv.engine.batch import Bucket
 
 _COPIES = 8  # blocks a call
+_FILLS = 16  # likewise
 _SWAPS = (8, 1)  # blocks a call; host memory is taken for no more than there are
 
 
@@ -46,6 +49,10 @@ class Runner(Protocol):
 
     def swap_in(self, content: Any, block_ids: Sequence[int]) -> None:
         """Copy blocks back, NULL_BLOCK for those not wanted, before the next step."""
+        ...
+
+    def poison_blocks(self, block_ids: Sequence[int]) -> None:
+        """Overwrite blocks with what no step can read unnoticed."""
         ...
 
     def execute(self, batch: Batch) -> StepOutput:
@@ -93,6 +100,7 @@ class ModelRunner:
                 ("copy", copy_blocks, (0,)),
                 ("out", gather_blocks, ()),
                 ("in", scatter_blocks, (0,)),
+                ("fill", fill_blocks, (0,)),
             )
         }
         self._move_executables: dict[tuple[str, int], Callable] = {}
@@ -115,9 +123,11 @@ class ModelRunner:
                 self.num_compilations += 1
         self.compile_seconds += time.perf_counter() - start
 
-    def compile_moves(self, *, swaps: bool) -> None:
-        """Compile the copying of blocks, and, if asked for, swapping."""
+    def compile_moves(self, *, swaps: bool, poison: bool) -> None:
+        """Compile the copying of blocks, and, if asked for, swapping and poisoning."""
         self.copy_blocks([(NULL_BLOCK, NULL_BLOCK)])
+        if poison:
+            self.poison_blocks([1])  # it holds nothing yet
         if swaps:
             for num_blocks in _SWAPS:
                 block_ids = [1] * num_blocks  # its own content goes back
@@ -171,6 +181,13 @@ class ModelRunner:
             if ids.any():
                 staged = jax.device_put(part, self._device_memory)
                 self._cache = self._move("in", num_blocks, staged, ids)
+
+    def poison_blocks(self, block_ids: Sequence[int]) -> None:
+        """Fill blocks of every layer with NaN; the cache goes in donated."""
+        for begin in range(0, len(block_ids), _FILLS):
+            part = np.asarray(block_ids[begin : begin + _FILLS], np.int32)
+            padded = np.resize(part, _FILLS)  # what is lacking is filled twice
+            self._cache = self._move("fill", _FILLS, padded, np.float32(np.nan))
 
     def _move(self, name: str, num_blocks: int, *arguments: Any) -> Any:
         """Run a function that moves blocks; compile it if this is the first use."""
@@ -227,27 +244,38 @@ def _bucket_of(batch: Batch) -> Bucket:
 
 
 class RequestKeys:
-    """Derives each request's random key data; compiled once, in the constructor."""
+    """Derives each request's random key data; compiles nothing once it is made."""
 
     def __init__(self, engine_seed: int):
-        def seeded(seed: jax.Array, child: jax.Array) -> jax.Array:
-            return _key_data(jax.random.fold_in(_key(seed), child))
-
-        def unseeded(arrival: jax.Array, child: jax.Array) -> jax.Array:
-            key = jax.random.fold_in(_key(np.uint32(engine_seed)), arrival)
-            return _key_data(jax.random.fold_in(key, child))
-
-        zero = np.uint32(0)
-        self._seeded = jax.jit(seeded).lower(zero, zero).compile()
-        self._unseeded = jax.jit(unseeded).lower(zero, zero).compile()
+        self._engine_seed = np.uint32(engine_seed)
+        self._seeded, self._unseeded = _key_functions()
 
     def derive(self, seed: int | None, arrival: int, child: int) -> np.ndarray:
         """Return uint32 [2] key data: of the seed, or of the order of arrival."""
         if seed is None:
-            data = self._unseeded(np.uint32(arrival % 2**32), np.uint32(child))
+            place = np.uint32(arrival % 2**32)
+            data = self._unseeded(self._engine_seed, place, np.uint32(child))
         else:
             data = self._seeded(np.uint32(seed), np.uint32(child))
         return np.asarray(data)
+
+
+@functools.cache
+def _key_functions() -> tuple[Callable, Callable]:
+    """Compile, once for all engines, what derives keys: seeded ones and others."""
+
+    def seeded(seed: jax.Array, child: jax.Array) -> jax.Array:
+        return _key_data(jax.random.fold_in(_key(seed), child))
+
+    def unseeded(seed: jax.Array, arrival: jax.Array, child: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(_key(seed), arrival)
+        return _key_data(jax.random.fold_in(key, child))
+
+    zero = np.uint32(0)
+    return (
+        jax.jit(seeded).lower(zero, zero).compile(),
+        jax.jit(unseeded).lower(zero, zero, zero).compile(),
+    )
 
 
 def _key(seed: jax.Array | np.uint32) -> jax.Array:

@@ -141,6 +141,14 @@ class BlockPool:
             )
         return self._ref_counts[block_id]
 
+    def is_free(self, block_id: int) -> bool:
+        """Return whether a block has neither holder nor digest.
+
+        Raises:
+            ValueError: The id is outside the pool.
+        """
+        return self.ref_count(block_id) == 0 and block_id not in self._cached
+
     def allocate(self, n: int) -> list[int] | None:
         """Take n blocks, each with one reference, evicting cached ones if need be.
 

@@ -101,6 +101,8 @@ class PrefixCache:
         """Note that a request stops computing, before its tokens are forgotten."""
         if request.chain is not None:
             first = request.num_computed_tokens // self.pool.block_size
+            if request.swapped is not None:  # on its way in, so not computed yet
+                first = 0
             for digest in request.chain.digests[first:]:
                 self._drop_pending(request, digest)
             if request.chain.root != self._root and request.swapped is None:

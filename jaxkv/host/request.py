@@ -315,6 +315,7 @@ class Request:
     """
 
     __slots__ = (
+        "__weakref__",
         "adapter",
         "arrival",
         "beams",

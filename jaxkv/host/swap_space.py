@@ -14,7 +14,7 @@ class SwappedBlocks:
         content: What the runner made of them; None until the step that swaps them out.
     """
 
-    __slots__ = ("content", "first", "num_blocks", "num_tokens")
+    __slots__ = ("__weakref__", "content", "first", "num_blocks", "num_tokens")
 
     def __init__(self, first: int, num_blocks: int, num_tokens: int):
         self.first = first

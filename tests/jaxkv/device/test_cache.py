@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv import CacheConfig, copy_blocks, init_cache, write_kv
+from jaxkv.device.cache import fill_blocks
 from tests.helpers import cache_config
 
 
@@ -83,6 +84,19 @@ def test_copy_blocks_reads_everything_before_it_writes():
             np.testing.assert_array_equal(y[1], x[2])
             np.testing.assert_array_equal(y[2], x[1])
             np.testing.assert_array_equal(y[3:], x[3:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_fill_blocks_overwrites_the_named_blocks_of_every_layer(dtype):
+    before = filled_cache(cache_config(kv_cache_dtype=dtype))
+    block_ids = jnp.asarray([2, 5, 2], jnp.int32)
+    after = fill_blocks(before, block_ids, jnp.float32(jnp.nan))
+    for old, new in zip(before.layers, after.layers, strict=True):
+        for x, y in zip(old, new, strict=True):
+            assert y.dtype == dtype
+            assert jnp.isnan(y[jnp.asarray([2, 5])]).all()
+            kept = jnp.asarray([0, 1, 3, 4])
+            np.testing.assert_array_equal(y[kept], x[kept])
 
 
 def test_a_donated_cache_is_updated_in_place_and_gone():

@@ -134,6 +134,8 @@ def test_n_outputs_share_the_prompts_blocks_and_equal_one(tiny, caching, prompt_
     shared = (prompt_len - 1) // 4
     before, last = (-(-(prompt_len + n) // 4) - shared for n in (7, 8))
     peak = shared + max(last + 3 * before, 3 * last)
+    if prompt_len == 1:  # nothing of it is computed for the others: they go together
+        peak = 4 * last
     assert engine.stats().peak_held_blocks == peak
 
 
@@ -396,6 +398,20 @@ def test_a_failed_step_loses_nothing(monkeypatch):
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert outputs[-1].outputs[0].token_ids == [3, 4, 5]
+
+
+def test_an_abort_before_a_failed_step_is_reported_by_the_next(monkeypatch):
+    engine = scripted_engine(lambda tokens: len(tokens), CONFIG)
+    for request_id in ("a", "b"):
+        engine.add_request(request_id, [1, 2, 3], SamplingParams(max_tokens=3))
+    engine.step()
+    engine.abort_request("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "_next_token", lambda tokens: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    reports = [o for o in engine.step() if o.request_id == "a"]
+    assert [o.outputs[0].finish_reason for o in reports] == ["abort"]
 
 
 def test_every_running_request_gets_a_token_beside_a_long_prefill():

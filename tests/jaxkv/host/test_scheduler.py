@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,6 +14,7 @@ from jaxkv.host.preemption import Preemption
 from jaxkv.host.request import Request, SamplingParams, max_total_tokens
 from jaxkv.host.schedule import Plan
 from jaxkv.host.scheduler import Scheduler
+from tests.state_machines import settings_of
 
 EOS = 2
 
@@ -966,6 +966,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=350, stateful_step_count=30, deadline=None, derandomize=True
-)
+TestSchedulerMachine.settings = settings_of(350, stateful_step_count=30)

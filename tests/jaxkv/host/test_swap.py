@@ -287,3 +287,19 @@ def test_a_failed_step_keeps_what_was_to_come_back():
     assert last.num_preemptions == 1
     check_outputs(scheduler, requests)
     drain(scheduler)
+
+
+def test_after_a_failed_step_nobody_waits_for_what_was_to_come_back():
+    scheduler = swap_scheduler(enable_prefix_caching=True)
+    first, last = two_requests(scheduler)
+    run_until(scheduler, lambda: last.num_preemptions)
+    while last.row is None:
+        schedule = scheduler.schedule()
+        if last.row is None:
+            scheduler.commit(schedule, sample(schedule))
+    assert schedule.swap_ins
+    scheduler.discard(schedule)
+    scheduler.check_invariants()
+    scheduler.abort("last")
+    again = add(scheduler, "again", last.token_ids[:9], max_tokens=3)
+    check_outputs(scheduler, [first, again])
