@@ -85,6 +85,8 @@ class Simulation:
             for shared in (request.prompt_token_ids, request.sampling_params):
                 memo[id(shared)] = shared
             memo[id(request.token_ids)] = list(request.token_ids)
+            for part in reversed(list(request.swapped or ())):
+                copy.deepcopy(part, memo)  # the deepest first, so that none recurses
             if request.chain is not None:
                 memo[id(request.chain.digests)] = list(request.chain.digests)
         return copy.deepcopy(self, memo)
@@ -153,7 +155,11 @@ class Simulation:
         """Carry out swaps; return how many blocks moved."""
         if not (schedule.swap_outs or schedule.swap_ins):
             return 0
-        owners = {id(r.swapped): name for name, r in self.unfinished.items()}
+        owners = {
+            id(part): name
+            for name, request in self.unfinished.items()
+            for part in request.swapped or ()
+        }
         num_moved = {"out": 0, "in": 0}
         for way, swaps in (("out", schedule.swap_outs), ("in", schedule.swap_ins)):
             for swap in swaps:
@@ -162,7 +168,7 @@ class Simulation:
                 seconds = self.time.move(num_blocks * self.scheduler.pool.block_size)
                 self.lost[owners[id(swap.swapped)]] += seconds
                 swap.swapped.content = True
-        self.num_swapped += len(schedule.swap_ins)
+        self.num_swapped += len({owners[id(s.swapped)] for s in schedule.swap_ins})
         self.num_moved_out += num_moved["out"]
         self.num_moved_in += num_moved["in"]
         return sum(num_moved.values())

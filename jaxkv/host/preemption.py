@@ -35,7 +35,11 @@ class Preemption:
     prefill_rate: float = 1.0
 
     def swap_seconds(self, num_blocks: int) -> float:
-        """Return the time it takes to copy so many blocks out and in."""
+        """Return the time it takes to copy so many blocks out and in.
+
+        Of a victim's blocks only those are copied that others take, and only those
+        would be computed again; so which is faster does not depend on how many.
+        """
         return 2 * num_blocks * self.bytes_per_block / self.swap_bandwidth
 
     def recompute_seconds(self, num_tokens: int) -> float:

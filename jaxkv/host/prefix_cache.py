@@ -56,6 +56,18 @@ class PrefixCache:
                 return place
         return len(found)
 
+    def num_findable(self, request: Request, table: Sequence[int], first: int) -> int:
+        """Return how many computed blocks from `first` on are its own and published.
+
+        So many stay in the cache when it gives them back, until they are taken.
+        """
+        num_computed = request.num_computed_tokens // self.pool.block_size
+        found = self.find(request)[first:num_computed]
+        for count, block_id in enumerate(found):
+            if block_id != table[first + count]:
+                return count
+        return len(found)
+
     def admit(self, request: Request, num_found: int) -> None:
         """Count what a request found, and note what it is going to compute.
 

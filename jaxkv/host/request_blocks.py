@@ -14,7 +14,7 @@ from jaxkv.host.preemption import Preemption
 from jaxkv.host.prefix_cache import PrefixCache
 from jaxkv.host.request import Request
 from jaxkv.host.schedule import Plan, Start, Swap
-from jaxkv.host.swap_space import SwapSpace
+from jaxkv.host.swap_space import SwappedBlocks, SwapSpace
 
 
 class RequestBlocks:
@@ -33,6 +33,10 @@ class RequestBlocks:
         self.block_tables = BlockTables(pool)
         self.prefix_cache = PrefixCache(pool)
         self.swap_space = SwapSpace(num_swap_blocks)
+        # Cached blocks that victims will want: whose, its place, of which preemption.
+        self._left: dict[int, tuple[Request, int, int]] = {}
+        self._swap_outs: dict[SwappedBlocks, list[int]] = {}  # of this schedule
+        pool.on_evict = self._swap_out_taken
 
     def num_to_come(self, request: Request) -> int:
         """Return the blocks it will take for its known tokens and one block more."""
@@ -84,6 +88,9 @@ class RequestBlocks:
         self, request: Request, start: Start, num_tokens: int, plan: Plan
     ) -> None:
         """Give a request that is admitted what it starts with, and so many tokens."""
+        for block_id in start.shared if request.num_preemptions else ():
+            if self._left.get(block_id, (None,))[0] is request:
+                del self._left[block_id]
         self.block_tables.adopt(request.request_id, start.shared)
         request.num_computed_tokens = start.num_tokens
         request.num_scheduled_tokens = start.num_tokens
@@ -98,10 +105,12 @@ class RequestBlocks:
         if start.swapped is None:
             self.drop_swapped(request)
         else:
-            first, end = start.swapped.first, start.swapped.end
-            unwanted = (NULL_BLOCK,) * (num_shared - first)
-            block_ids = unwanted + tuple(table[num_shared:end])
-            plan.swap_ins.append(Swap(start.swapped, block_ids))
+            for part in start.swapped:
+                places = range(part.first, part.end)
+                block_ids = (
+                    table[i] if i >= num_shared else NULL_BLOCK for i in places
+                )
+                plan.swap_ins.append(Swap(part, tuple(block_ids)))
         plan.add(request, num_tokens)
 
     def fill(self, request: Request, num_tokens: int) -> None:
@@ -125,27 +134,86 @@ class RequestBlocks:
         self.block_tables.truncate(request.request_id, request.num_computed_tokens)
         return request.source is None and request.swapped is None
 
-    def swap_out(self, request: Request, preemption: Preemption, plan: Plan) -> None:
-        """Plan to copy a victim's blocks to host memory, if that is the better way."""
+    def swap_out(self, request: Request, preemption: Preemption) -> None:
+        """Let a victim have its blocks from host memory, if that is the better way.
+
+        What it leaves in the prefix cache is copied only when somebody takes it, what
+        nobody could find there at once: so whichever way it gets them back, only what
+        was taken costs anything.
+        """
         if request.beams is not None:  # what they share would be copied for each
             return
         table = self.block_tables.table(request.request_id)
         first = self.prefix_cache.num_shared(request, table)
         num_tokens = request.num_computed_tokens
-        num_blocks = self.block_tables.blocks_for(num_tokens) - first
+        end = self.block_tables.blocks_for(num_tokens)
         num_lost = num_tokens - first * self.pool.block_size
-        if num_lost <= 0 or not preemption.swaps(num_blocks, num_lost):
+        if num_lost <= 0 or not preemption.swaps(end - first, num_lost):
             return
-        request.swapped = self.swap_space.reserve(first, num_blocks, num_tokens)
-        if request.swapped is not None:
-            block_ids = tuple(table[first : first + num_blocks])
-            plan.swap_outs.append(Swap(request.swapped, block_ids))
+        if not self.swap_space.has_room(end - first):
+            return
+        num_cached = first + self.prefix_cache.num_findable(request, table, first)
+        if num_cached < end:
+            self._add_swapped(request, num_cached, num_tokens, table[num_cached:end])
+        for place in range(first, num_cached):
+            self._left[table[place]] = request, place, request.num_preemptions + 1
+
+    def _swap_out_taken(self, block_id: int, digest: bytes) -> None:
+        """Copy a block that somebody takes from the prefix cache, if a victim left it.
+
+        It is of use only right before those that are in host memory.
+        """
+        request, place, preemption = self._left.pop(block_id, (None, 0, 0))
+        if request is None or request.row is not None:
+            return
+        if request.finish_reason is not None or request.num_preemptions != preemption:
+            return
+        if request.swapped is None:  # all that it had was in the cache
+            num_tokens = (place + 1) * self.pool.block_size
+        elif request.swapped.first == place + 1:
+            num_tokens = request.swapped.num_tokens
+        else:
+            return
+        self._add_swapped(request, place, num_tokens, [block_id])
+
+    def _add_swapped(
+        self, request: Request, first: int, num_tokens: int, block_ids: list[int]
+    ) -> None:
+        """Plan to copy a waiting request's blocks, if there is room for them."""
+        if not self.swap_space.reserve(len(block_ids)):
+            return
+        swapped = request.swapped
+        if swapped is not None and swapped in self._swap_outs:
+            swapped.first = first
+            swapped.num_blocks += len(block_ids)
+            self._swap_outs[swapped][:0] = block_ids
+        else:
+            request.swapped = SwappedBlocks(first, len(block_ids), num_tokens, swapped)
+            self._swap_outs[request.swapped] = block_ids
+
+    def take_swap_outs(self) -> tuple[Swap, ...]:
+        """Return what must be copied to host memory before the step."""
+        swaps = tuple(Swap(s, tuple(ids)) for s, ids in self._swap_outs.items())
+        self._swap_outs.clear()
+        return swaps
 
     def drop_swapped(self, request: Request) -> None:
         """Give up what the request has in host memory, if anything."""
         if request.swapped is not None:
             self.swap_space.release(request.swapped)
             request.swapped = None
+
+    def drop_unfinished_swaps(self, request: Request) -> None:
+        """Give up what a step that failed has not copied, and all with it."""
+        if any(part.content is None for part in request.swapped or ()):
+            self.drop_swapped(request)
+
+    def reset(self, waiting: Iterable[Request]) -> None:
+        """Forget every cached block and every one in host memory."""
+        self.prefix_cache.reset(waiting)
+        self._left.clear()
+        for request in waiting:
+            self.drop_swapped(request)
 
     def give_back(self, request: Request) -> None:
         """Give back all of a request's blocks on the device."""
@@ -166,7 +234,9 @@ class RequestBlocks:
             assert scheduled <= len(request.token_ids), f"{request!r}"
             held = len(self.block_tables.table(request.request_id))
             assert held == self.block_tables.blocks_for(scheduled), f"{request!r}"
-        swapped = [r.swapped for r in (*running, *waiting) if r.swapped is not None]
-        used = sum(blocks.num_blocks for blocks in swapped)
-        assert used == self.swap_space.num_used, f"{swapped} of {self.swap_space!r}"
-        assert used <= self.swap_space.num_blocks, f"{swapped} do not fit"
+        parts = [part for r in (*running, *waiting) for part in r.swapped or ()]
+        used = sum(part.num_blocks for part in parts)
+        assert used == self.swap_space.num_used, f"{parts} of {self.swap_space!r}"
+        assert used <= self.swap_space.num_blocks, f"{parts} do not fit"
+        for part in parts:
+            assert part.deeper is None or part.end == part.deeper.first, f"{parts}"

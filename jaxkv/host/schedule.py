@@ -77,7 +77,7 @@ class Plan:
     def __init__(self, budget: int):
         self.budget = budget
         self.num_tokens: dict[Request, int] = {}
-        self.swap_outs: list[Swap] = []
+        self.swap_outs: tuple[Swap, ...] = ()
         self.swap_ins: list[Swap] = []
         self.copies: list[tuple[int, int]] = []
         self.victims: set[Request] = set()
@@ -106,7 +106,7 @@ class Plan:
         rows.sort(key=attrgetter("row"))
         return Schedule(
             tuple(rows),
-            tuple(self.swap_outs),
+            self.swap_outs,
             tuple(self.swap_ins),
             tuple(self.copies),
         )

@@ -188,9 +188,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block, those in host memory too; who runs goes on."""
-        self.prefix_cache.reset(self._waiting)
-        for request in self._waiting:
-            self._blocks.drop_swapped(request)
+        self._blocks.reset(self._waiting)
 
     def schedule(self) -> Schedule:
         """Decide the next step: allocate, preempt and admit.
@@ -202,6 +200,7 @@ class Scheduler:
         plan = Plan(self.max_num_batched_tokens)
         self._plan_running(plan)
         self._admit_waiting(plan)
+        plan.swap_outs = self._blocks.take_swap_outs()
         return plan.schedule()
 
     def commit(
@@ -247,8 +246,7 @@ class Scheduler:
             if not _is_stale(scheduled) and not self._blocks.unfill(request):
                 self._requeue(request)
         for request in self._waiting:
-            if request.swapped is not None and request.swapped.content is None:
-                self._blocks.drop_swapped(request)
+            self._blocks.drop_unfinished_swaps(request)
         self._running = [r for r in self._running if r.row is not None]
 
     def _plan_running(self, plan: Plan) -> None:
@@ -311,7 +309,7 @@ class Scheduler:
             if request.row is not None:
                 plan.withdraw(request)
                 plan.victims.add(request)
-                self._blocks.swap_out(request, self.preemption, plan)
+                self._blocks.swap_out(request, self.preemption)
                 self._requeue(request)
                 request.num_preemptions += 1
                 self.num_preemptions += 1

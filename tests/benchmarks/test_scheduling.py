@@ -11,8 +11,11 @@ from benchmarks.request_traces import TracedRequest, bursts
 from benchmarks.simulation import Simulation, percentile
 from benchmarks.step_time import StepTime
 from benchmarks.victim_order import ByLacking, PreemptionByLacking
-from jaxkv.host.preemption import Preemption
+from jaxkv.host.block_pool import BlockPool
+from jaxkv.host.block_tables import BlockTables
+from jaxkv.host.preemption import Preemption, units_of
 from jaxkv.host.scheduler import Scheduler
+from tests.jaxkv.host.test_preemption import make_running, victims_in_order
 
 # Whole numbers: 100 s a step, 10 s a token, 1 s a token of K and V that is read,
 # nothing for attention's products, and 8 tokens a second to or from the host.
@@ -229,17 +232,29 @@ def test_watching_changes_nothing():
     assert 0 < regret.steps <= alone.scheduler.num_preemptions
 
 
-def test_victims_by_what_is_lacking():
-    # The second has more blocks to give, at less for each; the third loses least.
-    trace = [request(0, 12, 14), request(0, 20, 14, 1000), request(0, 4, 14, 2000)]
-    costs = {"prefill_rate": 1.0}
-    for kind, preemption in (
-        (Scheduler, Preemption(**costs)),
-        (ByLacking, PreemptionByLacking(**costs)),
-    ):
-        simulation = simulate(trace, num_blocks=13, kind=kind, preemption=preemption)
-        simulation.run()
-        assert simulation.scheduler.num_preemptions > 0
+def test_blocks_gained_beyond_those_lacking_do_not_count():
+    block_tables = BlockTables(BlockPool(40, 4))
+    # Tokens lost for each block gained: 4, 3 and 3.
+    running = make_running(block_tables, [16, 3, 6])
+    preemption = PreemptionByLacking()
+
+    def order(lacking):
+        preemption.lacking[0] = lacking
+        units = preemption.by_work_lost(units_of(running), block_tables)
+        return [unit[0].request_id for unit in units]
+
+    assert order(lacking=1) == ["r1", "r2", "r0"]  # 3, 6 and 16
+    assert order(lacking=4) == ["r2", "r1", "r0"]
+    assert order(lacking=4) == victims_in_order(block_tables, running)
+
+
+def test_the_scheduler_says_what_is_lacking():
+    simulation = simulate(
+        PRESSURE, num_blocks=14, kind=ByLacking, preemption=PreemptionByLacking()
+    )
+    simulation.run()
+    assert simulation.scheduler.num_preemptions == 1
+    assert simulation.scheduler.preemption.lacking == [1]
 
 
 def test_the_command_line_prints_a_line_a_case(capsys, monkeypatch, tmp_path):

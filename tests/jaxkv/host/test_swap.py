@@ -131,32 +131,76 @@ def test_blocks_that_others_hold_are_not_swapped_and_found_again():
     first = add(scheduler, "first", prompt, max_tokens=16)
     run_step(scheduler)
     last = add(scheduler, "last", [*prompt[:8], 7], max_tokens=16)
+    # Both are at a block's end, so that all that the victim had is in the cache.
     schedule = run_until(scheduler, lambda: last.num_preemptions)
-    (swap,) = schedule.swap_outs
-    assert (swap.swapped.first, swap.swapped.num_blocks) == (2, len(swap.block_ids))
+    assert (schedule.swap_outs, last.swapped) == ((), None)
     shared = scheduler.block_tables.table("first")[:2]
-    assert not set(shared) & set(swap.block_ids)
+    schedule = run_until(scheduler, lambda: last.swapped)
+    ((swapped, (taken,)),) = schedule.swap_outs
+    assert (swapped.first, swapped.num_blocks, swapped.num_tokens) == (3, 1, 16)
+    assert taken not in shared
+    assert scheduler.block_tables.table("first")[-1] == taken
     schedule = run_until(scheduler, lambda: last.row is not None)
-    assert planned(schedule)["last"] == (swap.swapped.num_tokens, 1, True)
+    assert planned(schedule)["last"] == (16, 1, True)
     assert scheduler.block_tables.table("last")[:2] == shared
     check_outputs(scheduler, [first, last])
+
+
+def test_what_is_left_in_the_cache_is_copied_when_it_is_taken():
+    scheduler = swap_scheduler(enable_prefix_caching=True)
+    first, last = requests = two_requests(scheduler)
+    table = []
+    while not last.num_preemptions:
+        table = list(scheduler.block_tables.table("last"))
+        schedule = run_step(scheduler)
+    # 12 tokens: the third block, the deepest, goes to the first request.
+    ((swapped, block_ids),) = schedule.swap_outs
+    assert (swapped.first, block_ids) == (2, (table[2],))
+    assert scheduler.pool.num_cached == 2
+    schedule = run_until(scheduler, lambda: first.num_computed_tokens == 17)
+    ((shallower, block_ids),) = schedule.swap_outs
+    assert (shallower.first, block_ids) == (1, (table[1],))
+    assert list(last.swapped) == [shallower, swapped]
+    assert scheduler.swap_space.num_used == 2
+    schedule = run_until(scheduler, lambda: last.row is not None)
+    table = scheduler.block_tables.table("last")
+    assert schedule.swap_ins == ((shallower, (table[1],)), (swapped, (table[2],)))
+    assert planned(schedule) == {"last": (12, 1, True)}
+    check_outputs(scheduler, requests)
+
+
+def test_blocks_that_one_step_takes_are_copied_as_one():
+    scheduler = swap_scheduler(enable_prefix_caching=True, num_blocks=9)
+    _, last = requests = two_requests(scheduler, max_tokens=16)
+    run_until(scheduler, lambda: last.num_preemptions)
+    table = list(scheduler.block_tables.table("first"))
+    scheduler.abort("first")
+    add(scheduler, "long", list(range(300, 329)), max_tokens=1)
+    scheduler._waiting.rotate(1)  # and first, for once
+    scheduler._waiting[0].rank = (0, -1, 0)
+    swapped = last.swapped
+    schedule = run_step(scheduler)
+    assert planned(schedule) == {"long": (0, 29, True)}
+    ((taken, block_ids),) = schedule.swap_outs
+    assert taken.end == swapped.first
+    assert len(block_ids) == taken.num_blocks > 1
+    assert not set(table) & set(block_ids)
+    check_outputs(scheduler, requests[1:])
 
 
 def test_what_is_in_the_prefix_cache_by_then_is_not_copied_back():
     scheduler = swap_scheduler(enable_prefix_caching=True)
     _, last = requests = two_requests(scheduler)
-    run_until(scheduler, lambda: last.num_preemptions)
-    (swapped,) = {last.swapped}
+    run_until(scheduler, lambda: last.swapped and last.swapped.first == 1)
+    shallower, swapped = last.swapped
     # The same tokens come by and are computed by somebody else.
     scheduler.abort("first")
     add(scheduler, "again", last.token_ids[:9], max_tokens=1)
     scheduler._waiting.rotate(1)  # first, for once
     schedule = run_until(scheduler, lambda: last.row is not None)
-    (swap_in,) = schedule.swap_ins
-    assert swap_in.swapped is swapped
-    assert swap_in.block_ids[:2] == (NULL_BLOCK, NULL_BLOCK)
-    assert NULL_BLOCK not in swap_in.block_ids[2:]
-    assert planned(schedule)["last"][1] == 1
+    table = scheduler.block_tables.table("last")
+    assert schedule.swap_ins == ((shallower, (NULL_BLOCK,)), (swapped, (table[2],)))
+    assert planned(schedule)["last"] == (12, 1, True)
     check_outputs(scheduler, requests[1:])
 
 
@@ -181,11 +225,12 @@ def test_a_victim_recomputes_from_what_is_found_if_shared_blocks_are_gone():
     first = add(scheduler, "first", prompt, max_tokens=16)
     run_step(scheduler)
     last = add(scheduler, "last", [*prompt[:8], 7], max_tokens=16)
-    run_until(scheduler, lambda: last.num_preemptions)
-    assert last.swapped.first == 2
+    run_until(scheduler, lambda: last.swapped)
+    assert last.swapped.first == 3
     scheduler.abort("first")
     other = scheduler.pool.allocate(7)
     scheduler.pool.release(other)
+    assert last.swapped.first == 2  # nobody keeps those before, which were shared
     schedule = run_until(scheduler, lambda: last.row is not None)
     assert schedule.swap_ins == ()
     assert planned(schedule)["last"][0] == 0
