@@ -54,7 +54,8 @@ def scripted_engine(
     """Make an engine whose "model" is a function of the tokens so far.
 
     The tokens so far are read from a pool of slots through the block tables, as a
-    model reads keys: an engine that loses or mixes up blocks shows in the tokens.
+    model reads keys: an engine that loses or mixes up blocks shows in the tokens. The
+    next token has a probability of 1/2, the id after it 1/4, and so on.
 
     Args:
         next_token: From prompt and output so far to the next token.
@@ -109,14 +110,18 @@ class _ScriptedRunner:
         self._slots.reshape(-1)[batch.slot_mapping] = batch.token_ids
         rows = len(batch.kv_lens)
         token_ids = np.zeros(rows, np.int32)
+        logprobs = _no_logprobs(rows)
         for row in range(rows):
             if batch.cu_q_lens[row + 1] > batch.cu_q_lens[row]:
                 tokens = self._slots[batch.block_tables[row]].reshape(-1)
                 seen = tokens[: batch.kv_lens[row]].tolist()
                 token_ids[row] = self._next_token(seen)
+                logprobs.top_ids[row] = token_ids[row] + np.arange(MAX_LOGPROBS)
+                logprobs.top[row] = -np.log(2) * np.arange(1, MAX_LOGPROBS + 1)
+                logprobs.chosen[row] = logprobs.top[row, 0]
         return StepOutput(
             token_ids=token_ids,
-            logprobs=_no_logprobs(rows),
+            logprobs=logprobs,
             prompt_logprobs=_no_logprobs(len(batch.token_ids)),
         )
 

@@ -326,40 +326,67 @@ class Scheduler:
         bisect.insort(self._waiting, request, key=_by_rank)
 
     def _admit_waiting(self, plan: Plan) -> None:
-        """Admit from the head of the queue until something is lacking."""
+        """Admit from the head of the queue until something is lacking.
+
+        Before it come beams whose search is under way: those of it that run wait for
+        them, so they can wait for nobody who waits for these.
+        """
         if not (self._waiting and plan.budget):
             return
-        reserved = sum(map(self._blocks.num_to_come, self._running))
-        num_partial = sum(_num_unscheduled(r) > 0 for r in self._running)
-        sharing: list[Request] = []  # they wait for blocks that others compute
+        self._count_running(plan)
+        for request in self._beams_under_way():
+            if self._try_admit(request, plan) is False:
+                return
+        sharing: list[Request] = []
         while self._waiting and plan.budget:
             request = self._waiting[0]
-            if not (self._free_rows or self._may_preempt(request)):
-                break
             if request in plan.victims:
                 break
+            admitted = self._try_admit(request, plan)
+            if admitted is None:
+                sharing.append(self._waiting.popleft())
+            elif not admitted:
+                break
+        self._waiting.extendleft(reversed(sharing))
+
+    def _count_running(self, plan: Plan) -> None:
+        """Count what running requests may still want, and partial prefills."""
+        plan.num_reserved = sum(map(self._blocks.num_to_come, self._running))
+        plan.num_partial = sum(_num_unscheduled(r) > 0 for r in self._running)
+
+    def _beams_under_way(self) -> list[Request]:
+        """Return the waiting beams of searches of which others run."""
+        if not any(request.beams is not None for request in self._running):
+            return []
+        return [request for request in self._waiting if _is_under_way(request)]
+
+    def _try_admit(self, request: Request, plan: Plan) -> bool | None:
+        """Let a waiting request run, preempting others if need be and it may.
+
+        Returns:
+            Whether it does; None if it lacks nothing but blocks that others compute.
+        """
+        while plan.budget and (self._free_rows or self._may_preempt(request)):
             start = self._blocks.find_start(request)
             if start is None:
-                sharing.append(self._waiting.popleft())
-                continue
+                return None
             num_left = len(request.token_ids) - start.num_tokens
             num_tokens = self._at_most(num_left, plan.budget)
             is_partial = num_tokens < num_left
-            if is_partial and num_partial >= self.max_num_partial_prefills:
-                break
+            if is_partial and plan.num_partial >= self.max_num_partial_prefills:
+                return False
             num_held = sum(self.pool.ref_count(block) > 0 for block in start.shared)
             wanted = self._blocks.num_to_come(request) - num_held
-            shortfall = reserved + wanted - self.pool.num_available
-            if shortfall > 0 or not self._free_rows:
-                if not self._make_way(request, shortfall, plan):
-                    break
-                reserved = sum(map(self._blocks.num_to_come, self._running))
-                num_partial = sum(_num_unscheduled(r) > 0 for r in self._running)
-                continue
-            self._admit(request, start, num_tokens, plan)
-            reserved += self._blocks.num_to_come(request)
-            num_partial += is_partial
-        self._waiting.extendleft(reversed(sharing))
+            shortfall = plan.num_reserved + wanted - self.pool.num_available
+            if shortfall <= 0 and self._free_rows:
+                self._admit(request, start, num_tokens, plan)
+                plan.num_reserved += self._blocks.num_to_come(request)
+                plan.num_partial += is_partial
+                return True
+            if not self._make_way(request, shortfall, plan):
+                return False
+            self._count_running(plan)
+        return False
 
     def _may_preempt(self, request: Request) -> bool:
         """Whether others may be preempted so that a waiting request can run."""
@@ -402,8 +429,8 @@ class Scheduler:
     def _admit(
         self, request: Request, start: Start, num_tokens: int, plan: Plan
     ) -> None:
-        """Let the head of the queue run: blocks it shares, and its next tokens."""
-        self._waiting.popleft()
+        """Let a waiting request run: blocks it shares, and its next tokens."""
+        self._waiting.remove(request)
         request.row = heapq.heappop(self._free_rows)
         bisect.insort(self._running, request, key=_by_rank)
         self._blocks.begin(request, start, num_tokens, plan)

@@ -10,6 +10,7 @@ import functools
 from contextlib import contextmanager
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,7 +22,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxkv import EngineConfig, SamplingParams
+from jaxkv import BeamSearchParams, EngineConfig, SamplingParams
+from jaxkv.host.beam_search import BeamSearch
 from jaxkv.testing import scripted_engine
 from tests.helpers import run_engine
 from tests.jaxkv.engine.conftest import CONFIG, TinyModel
@@ -44,6 +46,7 @@ REQUESTS = st.fixed_dictionaries(
         "prompt": PROMPTS,
         "max_tokens": st.integers(1, MAX_TOKENS),
         "n": st.sampled_from([1, 1, 1, 2, 3]),
+        "beam_width": st.sampled_from([0, 0, 0, 2, 3]),
         "seed": st.integers(0, 1),
         "priority": st.integers(0, 2),
         "salt": st.sampled_from([None, None, None, "salt"]),
@@ -65,6 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
     num_steps = 0  # of all machines of a class
     num_preemptions = 0
     num_hits = 0
+    num_searches = 0  # beam searches that went to their end
     num_swapped_in_bytes = 0
 
     def make_engine(self, **options):
@@ -82,10 +86,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.num_added = 0
         self.add(requests)
 
-    def add_request(self, prompt, priority, salt, n, max_tokens, seed):
+    def add_request(self, prompt, priority, salt, n, beam_width, max_tokens, seed):
         # A greedy request has one output; the scripted model is greedy all the same.
         drawn = {"n": n, "seed": seed} if n > 1 else {"temperature": 0.0}
         params = SamplingParams(max_tokens=max_tokens, **drawn)
+        if beam_width:
+            params = BeamSearchParams(beam_width=beam_width, max_tokens=max_tokens)
         request_id = f"r{self.num_added}"
         self.num_added += 1
         limits = self.engine.limits
@@ -94,6 +100,11 @@ class EngineMachine(RuleBasedStateMachine):
         if len(prompt) >= limits.max_model_len or total - 1 > num_slots:
             with pytest.raises(ValueError, match=r"pool has|no room"):
                 self.engine.add_request(request_id, prompt, params, priority, salt)
+            return
+        try:
+            self.engine.check_request(prompt, params)
+        except ValueError as error:
+            assert str(error).startswith(f"beam_width {beam_width} ")  # noqa: PT017
             return
         self.expected[request_id] = self.predict(prompt, params)
         self.engine.add_request(request_id, prompt, params, priority, salt)
@@ -117,6 +128,9 @@ class EngineMachine(RuleBasedStateMachine):
             request_id = output.request_id
             assert request_id in self.unfinished, f"{request_id} ended before"
             expected = self.expected[request_id]
+            if output.outputs and output.outputs[0].score is not None:
+                self.take_hypotheses(output)
+                continue
             reasons = [completion.finish_reason for completion in output.outputs]
             for completion in output.outputs:
                 tokens = list(completion.token_ids)
@@ -128,6 +142,14 @@ class EngineMachine(RuleBasedStateMachine):
             assert ("abort" in reasons) <= (request_id in self.aborted)
             if output.finished:
                 self.unfinished.remove(request_id)
+
+    def take_hypotheses(self, output):
+        assert output.finished
+        if output.request_id not in self.aborted:
+            tokens = [list(completion.token_ids) for completion in output.outputs]
+            assert tokens == self.expected[output.request_id]
+            type(self).num_searches += 1
+        self.unfinished.remove(output.request_id)
 
     @precondition(lambda self: self.unfinished)
     @rule(what=st.sampled_from(DISTURBANCES), number=st.integers(0, 7))
@@ -296,12 +318,27 @@ class ScriptedMachine(EngineMachine):
         return scripted_engine(next_token, config, eos_token_ids=(EOS,))
 
     def predict(self, prompt, params):
+        if isinstance(params, BeamSearchParams):
+            return self.predict_beams(prompt, params)
         tokens = list(prompt)
         for _ in range(min(params.max_tokens, 24 - len(prompt))):
             tokens.append(scripted_next(self.seed, tokens))
             if tokens[-1] == EOS:
                 break
         return [tokens[len(prompt) :]] * params.n
+
+    def predict_beams(self, prompt, params):
+        max_tokens = min(params.max_tokens, 24 - len(prompt))
+        search = BeamSearch(params, frozenset([EOS]), max_tokens)
+        beams = [list(prompt)]
+        count = search.num_candidates
+        logprobs = (-np.log(2) * np.arange(1, count + 1)).astype(np.float32).tolist()
+        while beams:
+            first = [scripted_next(self.seed, tokens) for tokens in beams]
+            top_ids = [range(token, token + count) for token in first]
+            continuations = search.advance(top_ids, [logprobs] * len(beams))
+            beams = [[*beams[c.parent], c.token_id] for c in continuations]
+        return [list(hypothesis.token_ids) for hypothesis in search.hypotheses]
 
 
 class TinyModelMachine(EngineMachine):
@@ -345,19 +382,24 @@ class TinyModelMachine(EngineMachine):
         return self.model.engine(**options)
 
     def predict(self, prompt, params):
+        if isinstance(params, BeamSearchParams):
+            return self.run_alone(prompt, params)[: params.beam_width]
         # Neither max_tokens nor n changes what comes before.
         most = dataclasses.replace(
             params, max_tokens=MAX_TOKENS, n=1 if params.is_greedy else 3
         )
-        key = (tuple(prompt), most)
+        outputs = self.run_alone(prompt, most)[: params.n]
+        return [tokens[: params.max_tokens] for tokens in outputs]
+
+    def run_alone(self, prompt, params):
+        key = (tuple(prompt), params)
         if key not in self.predicted:
             engine = self.oracle.engine(
                 enable_prefix_caching=False, max_num_batched_tokens=16
             )
-            (output,) = run_engine(engine, {"r": (prompt, most)}).values()
+            (output,) = run_engine(engine, {"r": (prompt, params)}).values()
             self.predicted[key] = [list(c.token_ids) for c in output.outputs]
-        outputs = self.predicted[key][: params.n]
-        return [tokens[: params.max_tokens] for tokens in outputs]
+        return self.predicted[key]
 
 
 def test_whatever_is_done_a_scripted_engine_gives_the_predicted_tokens():
@@ -367,6 +409,7 @@ def test_whatever_is_done_a_scripted_engine_gives_the_predicted_tokens():
     assert ScriptedMachine.num_steps >= 10_000
     assert ScriptedMachine.num_preemptions > 100
     assert ScriptedMachine.num_hits > 1000
+    assert ScriptedMachine.num_searches > 100
     assert ScriptedMachine.num_swapped_in_bytes > 1000
 
 
@@ -385,4 +428,5 @@ def test_whatever_is_done_the_tiny_model_gives_the_predicted_tokens(tiny):
     assert TinyModelMachine.num_steps > 1000
     assert TinyModelMachine.num_preemptions > 100
     assert TinyModelMachine.num_hits > 100
+    assert TinyModelMachine.num_searches > 10
     assert TinyModelMachine.num_swapped_in_bytes > 100
