@@ -77,7 +77,6 @@ class Plan:
     def __init__(self, budget: int):
         self.budget = budget
         self.num_reserved = 0  # blocks that running requests may still want
-        self.num_partial = 0  # running requests whose prompts are part way
         self.num_tokens: dict[Request, int] = {}
         self.swap_outs: tuple[Swap, ...] = ()
         self.swap_ins: list[Swap] = []

@@ -13,18 +13,21 @@ The rules of one `schedule`. Requests are in the order of their arrival, or, wit
 
 1. Running requests that lack one token get it. Then the others continue their
    prompts, as far as the budget goes; `long_prefill_token_threshold` leaves part of
-   it to those behind.
+   it to those behind. Waiting requests of a strictly better priority come before
+   those.
 2. Who lacks blocks preempts requests that come later in it, or gives way itself
    (`preemption.py`).
 3. Waiting requests are admitted in order; nobody is skipped, but who needs a block
    that somebody else is computing lets others pass until it can find it in the cache.
-   The head waits until there is a row, budget, a place among the partial prefills
-   unless its prompt ends within this step, and room: every running request and the
-   new one must be able to finish its known tokens and grow by one block more, where it
-   still can grow. So whoever is admitted is not thrown out again before it has got
-   anywhere, and a victim, whose blocks went to somebody else, is not admitted in the
-   same step. Where a row or room is lacking, requests of a strictly worse priority are
-   preempted for the head, if that is enough for it.
+   The head waits until there is a row, budget, a place among the partial prefills (of
+   requests as urgent or more) unless its prompt ends within this step, and room: every
+   running request and the new one must be able to finish its known tokens and grow by
+   one block more, where it still can grow. So whoever is admitted is not thrown out
+   again before it has got anywhere, and a victim, whose blocks went to somebody else,
+   is not admitted in the same step. Where a row or room is lacking, requests of a
+   strictly worse priority are preempted for the head, if that is enough for it.
+4. Beams of a search that is under way are running ones: those that wait for a row or
+   room come before the head, and may preempt whatever is less urgent.
 
 The first running request can always grow (everybody else's blocks are its to
 take), and an idle scheduler can always admit, so every step does some work.
@@ -32,6 +35,8 @@ take), and an idle scheduler can always admit, so every step does some work.
 
 import bisect
 import heapq
+import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
@@ -45,6 +50,10 @@ from jaxkv.host.request_blocks import RequestBlocks
 from jaxkv.host.schedule import Plan, Schedule, ScheduledRow, Start
 
 _by_rank = attrgetter("rank")
+
+
+def _by_priority(request: Request) -> int:
+    return request.rank[0]
 
 
 class Scheduler:
@@ -198,7 +207,14 @@ class Scheduler:
             earlier schedule was committed or discarded.
         """
         plan = Plan(self.max_num_batched_tokens)
-        self._plan_running(plan)
+        decodes = [r for r in self._running if _num_unscheduled(r) == 1]
+        prefills = [r for r in self._running if _num_unscheduled(r) > 1]
+        self._plan_running(decodes, plan)
+        # Before those of each priority comes who waits with a better one.
+        for priority, equals in itertools.groupby(prefills, key=_by_priority):
+            if self._waiting and self._waiting[0].rank[0] < priority:
+                self._admit_waiting(plan, before=priority)
+            self._plan_running(list(equals), plan)
         self._admit_waiting(plan)
         plan.swap_outs = self._blocks.take_swap_outs()
         return plan.schedule()
@@ -249,12 +265,10 @@ class Scheduler:
             self._blocks.drop_unfinished_swaps(request)
         self._running = [r for r in self._running if r.row is not None]
 
-    def _plan_running(self, plan: Plan) -> None:
-        """Plan for the running requests, preempting where blocks run out."""
+    def _plan_running(self, requests: Sequence[Request], plan: Plan) -> None:
+        """Plan for these running requests, preempting where blocks run out."""
         num_preemptions = self.num_preemptions
-        decodes = [r for r in self._running if _num_unscheduled(r) == 1]
-        prefills = [r for r in self._running if _num_unscheduled(r) > 1]
-        for request in decodes + prefills:
+        for request in requests:
             if request.row is None:  # preempted a moment ago
                 continue
             num_tokens = self._chunk(request, plan.budget)
@@ -325,22 +339,23 @@ class Scheduler:
         request.num_scheduled_tokens = 0
         bisect.insort(self._waiting, request, key=_by_rank)
 
-    def _admit_waiting(self, plan: Plan) -> None:
+    def _admit_waiting(self, plan: Plan, before: float = math.inf) -> None:
         """Admit from the head of the queue until something is lacking.
 
-        Before it come beams whose search is under way: those of it that run wait for
-        them, so they can wait for nobody who waits for these.
+        Only requests of a better priority than `before` are admitted. Before the head
+        come beams whose search is under way: those of it that run wait for them, so
+        they can wait for nobody who waits for these.
         """
         if not (self._waiting and plan.budget):
             return
-        self._count_running(plan)
+        plan.num_reserved = self._num_reserved()
         for request in self._beams_under_way():
             if self._try_admit(request, plan) is False:
                 return
         sharing: list[Request] = []
         while self._waiting and plan.budget:
             request = self._waiting[0]
-            if request in plan.victims:
+            if request in plan.victims or request.rank[0] >= before:
                 break
             admitted = self._try_admit(request, plan)
             if admitted is None:
@@ -349,10 +364,9 @@ class Scheduler:
                 break
         self._waiting.extendleft(reversed(sharing))
 
-    def _count_running(self, plan: Plan) -> None:
-        """Count what running requests may still want, and partial prefills."""
-        plan.num_reserved = sum(map(self._blocks.num_to_come, self._running))
-        plan.num_partial = sum(_num_unscheduled(r) > 0 for r in self._running)
+    def _num_reserved(self) -> int:
+        """Return how many blocks running requests may still want."""
+        return sum(map(self._blocks.num_to_come, self._running))
 
     def _beams_under_way(self) -> list[Request]:
         """Return the waiting beams of searches of which others run."""
@@ -372,8 +386,7 @@ class Scheduler:
                 return None
             num_left = len(request.token_ids) - start.num_tokens
             num_tokens = self._at_most(num_left, plan.budget)
-            is_partial = num_tokens < num_left
-            if is_partial and plan.num_partial >= self.max_num_partial_prefills:
+            if num_tokens < num_left and not self._may_be_partial(request):
                 return False
             num_held = sum(self.pool.ref_count(block) > 0 for block in start.shared)
             wanted = self._blocks.num_to_come(request) - num_held
@@ -381,12 +394,17 @@ class Scheduler:
             if shortfall <= 0 and self._free_rows:
                 self._admit(request, start, num_tokens, plan)
                 plan.num_reserved += self._blocks.num_to_come(request)
-                plan.num_partial += is_partial
                 return True
             if not self._make_way(request, shortfall, plan):
                 return False
-            self._count_running(plan)
+            plan.num_reserved = self._num_reserved()
         return False
+
+    def _may_be_partial(self, request: Request) -> bool:
+        """Whether one prompt more may be part way; less urgent ones do not count."""
+        others = (r for r in self._running if r.rank[0] <= request.rank[0])
+        num_partial = sum(_num_unscheduled(other) > 0 for other in others)
+        return num_partial < self.max_num_partial_prefills
 
     def _may_preempt(self, request: Request) -> bool:
         """Whether others may be preempted so that a waiting request can run."""

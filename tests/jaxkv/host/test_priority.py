@@ -108,6 +108,21 @@ def test_b29_a_victim_that_was_planned_in_this_step_leaves_it_whole():
     check_outputs([high, low])
 
 
+def test_an_urgent_prompt_does_not_wait_for_a_less_urgent_one_that_is_part_way():
+    scheduler = priority_scheduler(max_num_batched_tokens=8)
+    low = add_urgent(scheduler, "low", list(range(10, 50)), 5, max_tokens=2)
+    assert step(scheduler) == {"low": (0, 8, False)}
+    urgent = add_urgent(scheduler, "urgent", list(range(60, 72)), 0, max_tokens=2)
+    other = add_urgent(scheduler, "other", list(range(80, 92)), 0, max_tokens=2)
+    assert step(scheduler) == {"urgent": (0, 8, False)}
+    # "other" is as urgent, and one prompt of them may be part way.
+    assert step(scheduler) == {"urgent": (8, 4, True), "other": (0, 4, False)}
+    assert step(scheduler) == {"urgent": (12, 1, True), "other": (4, 7, False)}
+    assert step(scheduler) == {"other": (11, 1, True), "low": (8, 7, False)}
+    drain(scheduler)
+    check_outputs([low, urgent, other])
+
+
 def test_a_victim_is_less_urgent_though_it_arrived_first():
     scheduler = priority_scheduler(num_blocks=7, max_num_batched_tokens=32)
     low = add_urgent(scheduler, "low", list(range(10, 17)), 3, max_tokens=12)

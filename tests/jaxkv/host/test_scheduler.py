@@ -305,6 +305,20 @@ def test_b38_decodes_run_in_every_step_beside_a_long_prompt(
     assert long_steps == list(range(1, long_ends + 1))
 
 
+def test_a_stream_of_short_requests_never_starves_a_long_prompt():
+    scheduler = make_scheduler(max_num_seqs=4, max_num_batched_tokens=4)
+    for number in range(4):
+        add(scheduler, f"s{number}", 1, max_tokens=3)
+    long = add(scheduler, "long", 20, max_tokens=1)
+    steps = 0
+    while long.finish_reason is None:
+        add(scheduler, f"t{steps}", 1, max_tokens=3)
+        step(scheduler)
+        steps += 1
+    # It gets a row when the first ones end, and then at least a token in every step.
+    assert steps <= 3 + 20
+
+
 # --- refusal ---
 
 
@@ -782,7 +796,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert scheduled.samples == (end == len(known))
         running = [r for r in self.requests if r.row is not None]
         partial = [r for r in running if r.num_scheduled_tokens < len(r.token_ids)]
-        assert len(partial) <= scheduler.max_num_partial_prefills
+        for priority in range(3):
+            equal = [r for r in partial if r.rank[0] == priority]
+            assert len(equal) <= scheduler.max_num_partial_prefills
         waiting = [r for r in self.unfinished() if r.row is None]
         cache = scheduler.prefix_cache
         # Those let others pass, and may have to wait for a row then.
