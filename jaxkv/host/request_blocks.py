@@ -116,12 +116,16 @@ class RequestBlocks:
     def fill(self, request: Request, num_tokens: int) -> None:
         """Count and publish what a committed step has computed for a request."""
         request.source = None
-        # What came back from host memory is published again.
-        num_before = 0 if request.swapped is not None else request.num_computed_tokens
-        self.drop_swapped(request)
+        num_before = request.num_computed_tokens
+        if request.swapped is not None:
+            self.drop_swapped(request)
+            num_before = 0  # what came back from host memory is published again
         request.num_computed_tokens += num_tokens
-        table = self.block_tables.table(request.request_id)
-        self.prefix_cache.publish(request, table, num_before)
+        block_size = self.pool.block_size
+        # This runs for every row of every step, and few of them have filled a block.
+        if request.num_computed_tokens // block_size > num_before // block_size:
+            table = self.block_tables.table(request.request_id)
+            self.prefix_cache.publish(request, table, num_before)
 
     def unfill(self, request: Request) -> bool:
         """Take back the blocks of a step that failed.
