@@ -55,7 +55,10 @@ def main() -> None:
     times = _given(StepTime, arguments)
     limits = Limits(**_given(Limits, arguments))
     for name in arguments.trace:
-        trace = load(name, arguments.seed)[: arguments.limit]
+        try:
+            trace = load(name, arguments.seed)[: arguments.limit]
+        except (OSError, ValueError) as error:
+            raise SystemExit(str(error)) from None
         for bandwidth in arguments.bandwidth:
             time = StepTime(**times | {"bandwidth": 1e9 * bandwidth})
             case = {"benchmark": "scheduling", "trace": Path(name).name}
@@ -108,7 +111,14 @@ def _arguments() -> argparse.Namespace:
             name = f"--{field.name.replace('_', '-')}"
             kind = type(field.default)
             parser.add_argument(name, type=kind, default=field.default)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    positive = {"block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"}
+    for name in (*sorted(positive), "limit", "bandwidth"):
+        value = getattr(arguments, name)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and number <= 0:
+                parser.error(f"--{name.replace('_', '-')} must be > 0, got {number}")
+    return arguments
 
 
 def _given(kind: type[Any], arguments: argparse.Namespace) -> dict[str, Any]:

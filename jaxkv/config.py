@@ -284,7 +284,8 @@ class EngineConfig:
             is estimated to take less time.
         swap_space: Host memory for preempted requests, in GiB; 0: none.
         swap_bandwidth: Bytes between device and host, in GB (10^9) a second; None:
-            measured in the constructor if `auto` has a choice.
+            measured in the constructor if `auto` has a choice, which compiles one
+            bucket also when `warmup` is lazy.
         prefill_rate: Prompt tokens computed in a second; None: likewise.
         enable_prefix_caching: Requests find the blocks of equal first tokens that
             others computed.
@@ -371,8 +372,12 @@ class EngineConfig:
         for name in ("swap_bandwidth", "prefill_rate"):
             if getattr(self, name) is not None:
                 _require_positive_real(self, name)
-        if self.swap_space != 0 or isinstance(self.swap_space, bool):
-            _require_positive_real(self, "swap_space")
+        _require(
+            isinstance(self.swap_space, int | float)
+            and not isinstance(self.swap_space, bool)
+            and 0 <= self.swap_space <= 2**20,
+            f"swap_space must be in [0, 2**20] GiB, got {self.swap_space!r}",
+        )
         _require(
             self.preemption != "swap" or self.swap_space > 0,
             "preemption 'swap' needs a swap_space, got 0 GiB",

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxkv.config import NULL_BLOCK
 from jaxkv.engine.runner import Runner
+from jaxkv.host.block_hash import block_hashes
 from jaxkv.host.request import Request
 from jaxkv.host.schedule import Schedule, ScheduledRow
 from jaxkv.host.scheduler import Scheduler
@@ -186,7 +187,8 @@ class _NeededSlots:
     """What the slots of one request's tokens must hold, extended as tokens come."""
 
     def __init__(self, request: Request):
-        key = repr((request.adapter, request.cache_salt)).encode()
+        adapter, salt = request.adapter, request.cache_salt
+        (key,) = block_hashes([0], 1, adapter=adapter, salt=salt)
         digest = hashlib.sha256(key).digest()
         self._root = int.from_bytes(digest[:8], "little", signed=True)
         self._token_ids: list[int] = []

@@ -218,8 +218,9 @@ class Engine:
             raise ValueError(f"request_id must be a string, got {request_id!r}")
         if request_id in self._records:
             raise ValueError(f"request id {request_id!r} is already in use")
-        if type(priority) is not int:
+        if not isinstance(priority, int | np.integer) or isinstance(priority, bool):
             raise ValueError(f"priority must be an integer, got {priority!r}")
+        priority = int(priority)
         for name, value in (("cache_salt", cache_salt), ("adapter", adapter)):
             if value is not None and type(value) not in (str, bytes, int):
                 raise ValueError(
@@ -285,10 +286,26 @@ class Engine:
             touched = []
         if self._debugger is not None:
             self._debugger.finish(schedule)
-        # A step that failed has reported nobody.
-        touched, self._unreported = self._unreported + touched, []
-        outputs = [record.output() for record in touched]
+        self._unreported += touched
+        outputs = self._report()
         self._step_seconds += time.perf_counter() - start
+        return outputs
+
+    def _report(self) -> list[RequestOutput]:
+        """Return the outputs of all that have something to report.
+
+        What the user's tokenizer raised is raised here, once; everybody else's report
+        is kept for the next step then.
+        """
+        outputs: list[RequestOutput] = []
+        for record in self._unreported:
+            try:
+                record.check_text()
+                outputs.append(record.output())
+            except Exception:
+                self._unreported.remove(record)
+                raise
+        self._unreported = []
         return outputs
 
     def reset_prefix_cache(self) -> bool:

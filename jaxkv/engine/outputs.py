@@ -60,7 +60,8 @@ class CompletionOutput:
             until that is settled. Empty without a tokenizer.
         logprobs: For each generated token, the asked-for number of likeliest tokens
             and the token itself, with their log-probabilities; None if not asked for.
-        cumulative_logprob: Sum over the generated tokens; None without logprobs.
+        cumulative_logprob: Sum over the generated tokens; None without logprobs, except
+            of a beam search.
         finish_reason: None until it ends.
         stop_reason: The user's stop id or stop string that ended it.
         score: Of a beam search: cumulative_logprob over the number of generated tokens

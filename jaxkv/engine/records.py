@@ -69,6 +69,12 @@ class RequestRecord:
                     logprob_entry(logprobs, begin + offset, token, count)
                 )
 
+    def check_text(self) -> None:
+        """Raise what went wrong with the text of an output, if anything."""
+        for child in self.children:
+            if child.error is not None:
+                raise child.error
+
     def output(self) -> RequestOutput:
         """Return a snapshot for the user."""
         prompt_logprobs = None

@@ -63,7 +63,7 @@ def num_swap_blocks(config: EngineConfig, bytes_per_block: int) -> int:
         ValueError: Not even one, or more than there is memory for.
     """
     swap_bytes = int(config.swap_space * 2**30)
-    if swap_bytes == 0:
+    if config.swap_space == 0:
         return 0
     if swap_bytes < bytes_per_block:
         raise ValueError(

@@ -39,8 +39,10 @@ def _encode(value: str | bytes | int) -> bytes:
     if isinstance(value, bytes):
         return _tagged(b"bytes", value)
     if isinstance(value, str):
-        return _tagged(b"str", value.encode("utf-8"))
-    return _tagged(b"int", str(operator.index(value)).encode())
+        return _tagged(b"str", value.encode("utf-8", "surrogatepass"))
+    number = operator.index(value)
+    size = number.bit_length() // 8 + 1
+    return _tagged(b"int", number.to_bytes(size, "little", signed=True))
 
 
 def block_hashes(

@@ -6,7 +6,7 @@ their tables here, and every operation will then be all or nothing across them.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxkv.host.block_pool import BlockPool
 
@@ -90,15 +90,17 @@ class BlockTables:
         """
         return self._tables.get(request_id, [])
 
-    def reclaimable(self, request_ids: Iterable[str]) -> int:
-        """Return how many blocks only these requests hold.
+    def reclaimable(
+        self, request_ids: Iterable[str], less: Collection[int] = ()
+    ) -> int:
+        """Return how many blocks only these requests hold, `less` not counted.
 
         So many become free or cached when all of them give their tables back.
         """
         tables = [self._tables.get(request_id, ()) for request_id in request_ids]
-        if len(tables) == 1:
-            return sum(self.pool.ref_count(block_id) == 1 for block_id in tables[0])
         counts = Counter(block_id for table in tables for block_id in table)
+        for block_id in less:
+            counts.pop(block_id, None)
         return sum(self.pool.ref_count(i) == count for i, count in counts.items())
 
     def check_invariants(self) -> None:

@@ -311,6 +311,7 @@ class Request:
         row: Its line in the batch; None while it does not run.
         num_preemptions: How often it lost its blocks.
         finish_reason: None until it ends.
+        error: What went wrong with its text, and ended it.
         stop_reason: What stopped it: the user's stop id or stop string; None for EOS.
     """
 
@@ -323,6 +324,7 @@ class Request:
         "chain",
         "child",
         "eos_token_ids",
+        "error",
         "finish_reason",
         "max_total_tokens",
         "num_cached_tokens",
@@ -403,6 +405,7 @@ class Request:
         self.row: int | None = None
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
         self.stop_reason: int | str | None = None
 
     def __repr__(self) -> str:
@@ -462,7 +465,13 @@ class Request:
         # Like a stop string, the text of a stop id is not part of the output.
         is_text = not stops or params.include_stop_str_in_output
         if self.text_stop is not None and is_text:
-            matched = self.text_stop.append(token_id)
+            try:
+                matched = self.text_stop.append(token_id)
+            except Exception as error:  # of the user's tokenizer; others go on
+                error.add_note(f"while decoding the output of {self!r}")
+                self.finish_reason = "abort"
+                self.error = error
+                return
         if stops:
             self.finish_reason = "stop"
             self.stop_reason = None if token_id in self.eos_token_ids else token_id

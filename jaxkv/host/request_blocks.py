@@ -5,7 +5,7 @@ from blocks that it finds, forks or gets back, takes more as its tokens are sche
 and publishes what it has filled. `Scheduler` says when.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxkv.config import NULL_BLOCK
 from jaxkv.host.block_pool import BlockPool
@@ -52,9 +52,12 @@ class RequestBlocks:
         shared = self.block_tables.num_references - self.pool.num_held
         return (self.pool.num_held + shared) * self.pool.block_size - computed
 
-    def reclaimable(self, units: Iterable[Sequence[Request]]) -> int:
-        """Return how many blocks nobody but these requests holds."""
-        return self.block_tables.reclaimable(r.request_id for u in units for r in u)
+    def reclaimable(
+        self, units: Iterable[Sequence[Request]], less: Collection[int] = ()
+    ) -> int:
+        """Return how many blocks nobody but these requests holds, `less` aside."""
+        request_ids = [request.request_id for unit in units for request in unit]
+        return self.block_tables.reclaimable(request_ids, less)
 
     def find_start(self, request: Request) -> Start | None:
         """Return where a waiting request can start; None: others compute it now."""
@@ -101,16 +104,15 @@ class RequestBlocks:
         assert grown, f"{request!r} was admitted without room"
         table = self.block_tables.table(request.request_id)
         if start.copied is not None:
-            plan.copies.append((start.copied, table[num_shared]))
+            plan.copies[request] = start.copied, table[num_shared]
         if start.swapped is None:
             self.drop_swapped(request)
         else:
-            for part in start.swapped:
-                places = range(part.first, part.end)
-                block_ids = (
-                    table[i] if i >= num_shared else NULL_BLOCK for i in places
-                )
-                plan.swap_ins.append(Swap(part, tuple(block_ids)))
+            wanted = [NULL_BLOCK] * num_shared + table[num_shared:]
+            plan.swap_ins[request] = tuple(
+                Swap(part, tuple(wanted[part.first : part.end]))
+                for part in start.swapped
+            )
         plan.add(request, num_tokens)
 
     def fill(self, request: Request, num_tokens: int) -> None:
@@ -147,6 +149,8 @@ class RequestBlocks:
         """
         if request.beams is not None:  # what they share would be copied for each
             return
+        if request.swapped is not None or request.source is not None:
+            return  # it was admitted a moment ago: nothing has arrived yet
         table = self.block_tables.table(request.request_id)
         first = self.prefix_cache.num_shared(request, table)
         num_tokens = request.num_computed_tokens

@@ -1,5 +1,6 @@
 """What one step does: `Schedule`, and `Plan`, a schedule that is being made."""
 
+import itertools
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -79,8 +80,8 @@ class Plan:
         self.num_reserved = 0  # blocks that running requests may still want
         self.num_tokens: dict[Request, int] = {}
         self.swap_outs: tuple[Swap, ...] = ()
-        self.swap_ins: list[Swap] = []
-        self.copies: list[tuple[int, int]] = []
+        self.swap_ins: dict[Request, tuple[Swap, ...]] = {}
+        self.copies: dict[Request, tuple[int, int]] = {}
         self.victims: set[Request] = set()
 
     def add(self, request: Request, num_tokens: int) -> None:
@@ -90,7 +91,9 @@ class Plan:
         request.num_scheduled_tokens += num_tokens
 
     def withdraw(self, request: Request) -> None:
-        """Take back what the request got, if anything; it ran before this step."""
+        """Take back what the request got, if anything, and what it would begin with."""
+        self.swap_ins.pop(request, None)
+        self.copies.pop(request, None)
         num_tokens = self.num_tokens.pop(request, 0)
         self.budget += num_tokens
         request.num_scheduled_tokens -= num_tokens
@@ -108,6 +111,6 @@ class Plan:
         return Schedule(
             tuple(rows),
             self.swap_outs,
-            tuple(self.swap_ins),
-            tuple(self.copies),
+            tuple(itertools.chain.from_iterable(self.swap_ins.values())),
+            tuple(self.copies.values()),
         )

@@ -207,6 +207,16 @@ class Scheduler:
             earlier schedule was committed or discarded.
         """
         plan = Plan(self.max_num_batched_tokens)
+        try:
+            self._make(plan)
+        except BaseException:
+            self._blocks.take_swap_outs()
+            self.discard(plan.schedule())
+            raise
+        plan.swap_outs = self._blocks.take_swap_outs()
+        return plan.schedule()
+
+    def _make(self, plan: Plan) -> None:
         decodes = [r for r in self._running if _num_unscheduled(r) == 1]
         prefills = [r for r in self._running if _num_unscheduled(r) > 1]
         self._plan_running(decodes, plan)
@@ -216,8 +226,6 @@ class Scheduler:
                 self._admit_waiting(plan, before=priority)
             self._plan_running(list(equals), plan)
         self._admit_waiting(plan)
-        plan.swap_outs = self._blocks.take_swap_outs()
-        return plan.schedule()
 
     def commit(
         self, schedule: Schedule, sampled: Sequence[int | None] | np.ndarray
@@ -319,16 +327,17 @@ class Scheduler:
 
         The caller removes them from the running ones.
         """
-        for request in unit:
+        live = [r for r in unit if r.request_id in self._requests]
+        plan.victims.update(live)
+        for request in live:
             if request.row is not None:
                 plan.withdraw(request)
-                plan.victims.add(request)
                 self._blocks.swap_out(request, self.preemption)
                 self._requeue(request)
                 request.num_preemptions += 1
                 self.num_preemptions += 1
         # Of several beams one computes again what they have in common.
-        source, *others = [r for r in unit if r.request_id in self._requests]
+        source, *others = live
         source.source = None
         for request in others:
             request.fork(source, request.token_ids)
@@ -395,7 +404,7 @@ class Scheduler:
                 self._admit(request, start, num_tokens, plan)
                 plan.num_reserved += self._blocks.num_to_come(request)
                 return True
-            if not self._make_way(request, shortfall, plan):
+            if not self._make_way(request, start, shortfall, plan):
                 return False
             plan.num_reserved = self._num_reserved()
         return False
@@ -410,7 +419,9 @@ class Scheduler:
         """Whether others may be preempted so that a waiting request can run."""
         return self.policy == "priority" or _is_under_way(request)
 
-    def _make_way(self, request: Request, shortfall: int, plan: Plan) -> bool:
+    def _make_way(
+        self, request: Request, start: Start, shortfall: int, plan: Plan
+    ) -> bool:
         """Preempt others, if that lets a waiting request run and it may do so.
 
         Those are requests of a strictly worse priority; a beam whose search is under
@@ -418,6 +429,7 @@ class Scheduler:
 
         Args:
             request: The waiting one.
+            start: Where it starts: blocks that it shares with victims are no gain.
             shortfall: Blocks that it lacks; 0 or less: it lacks a row.
             plan: The victims leave it.
 
@@ -436,7 +448,8 @@ class Scheduler:
         def is_enough(units: Sequence[Sequence[Request]]) -> bool:
             members = [r for unit in units for r in unit if r.row is not None]
             gain = sum(map(self._blocks.num_to_come, members))
-            return self._blocks.reclaimable(units) + gain >= shortfall
+            gain += self._blocks.reclaimable(units, less=start.shared)
+            return gain >= shortfall
 
         victims = choose_victims(candidates, is_enough)
         for unit in victims:

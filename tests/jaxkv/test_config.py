@@ -132,6 +132,29 @@ def test_sizes_must_be_positive_integers(kind, name, value):
             {"preemption": "never"},
             "preemption must be one of ('auto', 'swap', 'recompute'), got 'never'",
         ),
+        *(
+            (
+                "engine",
+                {"swap_space": value},
+                f"swap_space must be in [0, 2**20] GiB, got {value!r}",
+            )
+            for value in (-1, True, "1", 1e300, float("nan"), None)
+        ),
+        (
+            "engine",
+            {"preemption": "swap"},
+            "preemption 'swap' needs a swap_space, got 0 GiB",
+        ),
+        (
+            "engine",
+            {"swap_bandwidth": 0},
+            "swap_bandwidth must be a finite number > 0, got 0",
+        ),
+        (
+            "engine",
+            {"prefill_rate": float("inf")},
+            "prefill_rate must be a finite number > 0, got inf",
+        ),
         (
             "engine",
             {"warmup": "hot"},

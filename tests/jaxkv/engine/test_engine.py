@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxkv import SamplingParams
+from jaxkv import BeamSearchParams, SamplingParams
 from jaxkv.testing import scripted_engine
 from tests.helpers import dense_greedy, dense_logits, run_engine, token_ids
 from tests.jaxkv.engine.conftest import CONFIG, NUM_BLOCKS
@@ -412,6 +412,90 @@ def test_an_abort_before_a_failed_step_is_reported_by_the_next(monkeypatch):
             engine.step()
     reports = [o for o in engine.step() if o.request_id == "a"]
     assert [o.outputs[0].finish_reason for o in reports] == ["abort"]
+
+
+class OddTokenizer:
+    """Cannot decode what has the token 13 in it."""
+
+    def encode(self, text):
+        return [ord(c) for c in text]
+
+    def decode(self, ids):
+        if 13 in ids:
+            raise RuntimeError("cannot decode 13")
+        return "".join(chr(64 + i % 32) for i in ids)
+
+
+def run_on(engine):
+    """Go on after errors; return the outputs that ended, and the errors."""
+    ended, errors = {}, []
+    for _ in range(50):
+        if not engine.has_unfinished_requests():
+            break
+        try:
+            ended |= {o.request_id: o for o in engine.step() if o.finished}
+        except RuntimeError as error:
+            errors.append(error)
+    return ended, errors
+
+
+def test_a_request_whose_text_cannot_be_decoded_ends_alone():
+    engine = scripted_engine(
+        lambda tokens: 13 if tokens[0] == 1 and len(tokens) == 4 else 5,
+        CONFIG,
+        OddTokenizer(),
+    )
+    for name, first in (("a", 2), ("x", 1), ("c", 3)):
+        engine.add_request(name, [first, 4], SamplingParams(max_tokens=6))
+    ended, errors = run_on(engine)
+    assert [str(error) for error in errors] == ["cannot decode 13"]
+    assert "0/x" in errors[0].__notes__[0]
+    assert ended.keys() == {"a", "c"}
+    assert [o.outputs[0].token_ids for o in ended.values()] == [[5] * 6] * 2
+    assert not engine.has_unfinished_requests()
+    assert (engine.stats().held_blocks, engine.stats().num_running) == (0, 0)
+
+
+def test_a_search_whose_text_cannot_be_decoded_takes_nobodys_report_along():
+    engine = scripted_engine(lambda tokens: 13, CONFIG, OddTokenizer())
+    engine.add_request("b", [1, 2], BeamSearchParams(beam_width=2, max_tokens=3))
+    for name in ("a", "c"):
+        params = SamplingParams(max_tokens=3, stop_token_ids=[13])
+        engine.add_request(name, [3, 4], params)
+    ended, errors = run_on(engine)
+    assert [str(error) for error in errors] == ["cannot decode 13"]
+    assert ended.keys() == {"a", "c"}
+    assert engine.stats().held_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "salt",
+    ["\ud800", 10**5000, -(10**5000)],
+    ids=["lone surrogate", "large", "negative"],
+)
+def test_any_salt_will_do(salt):
+    engine = scripted_engine(lambda tokens: len(tokens), CONFIG)
+    found = []
+    for number in range(2):
+        engine.add_request(str(number), [1] * 9, SamplingParams(), cache_salt=salt)
+        (output,) = run_engine(engine, {}).values()
+        found.append(output.num_cached_tokens)
+    assert found == [0, 8]
+
+
+def test_a_schedule_that_cannot_be_made_is_made_again(monkeypatch):
+    engine = scripted_engine(lambda tokens: len(tokens), CONFIG)
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=4))
+    engine.step()
+    engine.add_request("b", [4, 5, 6], SamplingParams(max_tokens=4))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler.prefix_cache, "find", lambda request: 1 // 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+            engine.scheduler.check_invariants()
+    outputs = run_engine(engine, {})
+    assert token_ids(outputs) == {"a": [3, 4, 5, 6], "b": [3, 4, 5, 6]}
 
 
 def test_every_running_request_gets_a_token_beside_a_long_prefill():

@@ -37,6 +37,7 @@ def test_a_cache_larger_than_the_memory_is_refused_with_both_numbers(monkeypatch
 @pytest.mark.parametrize(
     ("swap_space", "message"),
     [
+        (1e-12, "swap_space 1e-12 GiB is 0 bytes, but a block takes 100"),
         (2**-30 * 99, "swap_space .* is 99 bytes, but a block takes 100"),
         (2**-30 * 1001, "swap_space .* is 1001 bytes, but 1000 are available"),
     ],

@@ -134,6 +134,29 @@ def test_beams_are_preempted_together_and_one_computes_what_they_share(caching):
     assert scheduler.pool.num_held == 0
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_fork_that_is_preempted_in_the_step_that_admits_it_copies_nothing(caching):
+    scheduler = make_scheduler(
+        policy="priority",
+        max_num_seqs=2,
+        enable_prefix_caching=caching,
+        max_num_batched_tokens=32,
+    )
+    prompt = list(range(100, 106))
+    beams = make_beams("b", prompt, width=2, max_tokens=6, priority=5)
+    scheduler.add(beams[0])
+    run_step(scheduler)
+    scheduler.branch([beams[0]], [(0, 7), (0, 8)])
+    urgent = add(scheduler, "urgent", [5, 6, 7, 8, 9], max_tokens=2, priority=0)
+    schedule = scheduler.schedule()
+    scheduler.check_invariants()
+    assert planned(schedule) == {"urgent": (0, 5, True)}
+    assert schedule.copies == ()
+    assert [beam.row for beam in beams] == [None, None]
+    scheduler.commit(schedule, sample(schedule))
+    assert urgent.row is not None
+
+
 def test_abort_of_one_beam_ends_the_search():
     for stage in range(3):
         scheduler = make_scheduler(max_num_batched_tokens=32)

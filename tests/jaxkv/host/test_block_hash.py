@@ -50,7 +50,7 @@ def test_the_first_block_of_a_root_is_sha256_over_tagged_parts(root, salt):
 def test_extras_are_hashed_beside_a_parent_of_32_bytes():
     parent = bytes(range(32))
     message = tagged(b"parent", parent) + tagged(b"tokens", little_endian(TOKENS[:4]))
-    values = tagged(b"str", b"adapter") + tagged(b"int", b"7")
+    values = tagged(b"str", b"adapter") + tagged(b"int", b"\7")
     message += tagged(b"named", values) + b"\0"
     message += bytes((1 - len(message)) % 4)
     digests = block_hashes(TOKENS[:4], 4, parent=parent, adapter=7)

@@ -108,6 +108,25 @@ def test_b29_a_victim_that_was_planned_in_this_step_leaves_it_whole():
     check_outputs([high, low])
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_blocks_that_it_shares_with_a_victim_are_no_gain(is_shared):
+    # "head" needs 9 blocks; 3 are free, and the victim has 5 of which it shares 4.
+    scheduler = priority_scheduler(
+        num_blocks=14, max_num_batched_tokens=80, enable_prefix_caching=True
+    )
+    high = add_urgent(scheduler, "high", list(range(200, 217)), 0, max_tokens=3)
+    prefix = list(range(10, 26))
+    low = add_urgent(scheduler, "low", [*prefix, 9], 5, max_tokens=3)
+    step(scheduler)
+    assert (scheduler.pool.num_free, scheduler.pool.num_held) == (3, 10)
+    start = prefix if is_shared else prefix[::-1]
+    head = add_urgent(scheduler, "head", [*start, *range(50, 69)], 1, max_tokens=2)
+    assert step(scheduler).keys() == {"high", "low"}
+    assert low.num_preemptions == 0
+    drain(scheduler)
+    check_outputs([high, low, head])
+
+
 def test_an_urgent_prompt_does_not_wait_for_a_less_urgent_one_that_is_part_way():
     scheduler = priority_scheduler(max_num_batched_tokens=8)
     low = add_urgent(scheduler, "low", list(range(10, 50)), 5, max_tokens=2)

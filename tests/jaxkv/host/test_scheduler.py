@@ -806,7 +806,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             r for r in waiting if r.source or cache.is_pending(r, cache.find(r))
         }
         never_ran = [
-            r for r in waiting if not r.num_preemptions and r not in self.sharing
+            r
+            for r in waiting
+            if not any(member.num_preemptions for member in r.unit)
+            and r not in self.sharing
         ]
         if never_ran and running and scheduler.policy == "fcfs":
             oldest = min(r.arrival for r in never_ran)
