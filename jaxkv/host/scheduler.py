@@ -359,7 +359,7 @@ class Scheduler:
             return
         plan.num_reserved = self._num_reserved()
         for request in self._beams_under_way():
-            if self._try_admit(request, plan) is False:
+            if request in plan.victims or self._try_admit(request, plan) is False:
                 return
         sharing: list[Request] = []
         while self._waiting and plan.budget:

@@ -157,6 +157,24 @@ def test_a_fork_that_is_preempted_in_the_step_that_admits_it_copies_nothing(cach
     assert urgent.row is not None
 
 
+def test_a_search_that_lost_its_rows_does_not_come_back_in_the_same_step():
+    scheduler = make_scheduler(
+        max_num_seqs=2, enable_prefix_caching=True, max_num_batched_tokens=32
+    )
+    searches = [
+        make_beams(name, list(range(base, base + 6)), width=2, max_tokens=6)
+        for name, base in (("b", 100), ("c", 200))
+    ]
+    for beams in searches:
+        scheduler.add(beams[0])
+    run_step(scheduler)
+    for beams in searches:
+        scheduler.branch([beams[0]], [(0, 7), (0, 8)])
+    assert planned(run_step(scheduler)).keys() == {"b0", "b1"}
+    assert [beam.row for beam in searches[1]] == [None, None]
+    assert searches[1][0].num_preemptions == 1
+
+
 def test_abort_of_one_beam_ends_the_search():
     for stage in range(3):
         scheduler = make_scheduler(max_num_batched_tokens=32)
