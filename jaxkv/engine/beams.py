@@ -108,9 +108,6 @@ class BeamRecord:
         self._live = scheduler.branch(self._live, branches)
         return len(branches) or num_live
 
-    def check_text(self) -> None:
-        """Raise nothing: there is no text before `output` makes it."""
-
     def output(self) -> RequestOutput:
         """Return what the search has found, the best first."""
         return RequestOutput(

@@ -95,7 +95,7 @@ class Engine:
         # Unfinished ones, by request id.
         self._records: dict[str, RequestRecord | BeamRecord] = {}
         self._by_child: dict[str, RequestRecord | BeamRecord] = {}
-        # Aborted since the last step.
+        # Aborted since the last step, or touched by one that raised after its commit.
         self._unreported: list[RequestRecord | BeamRecord] = []
         self._num_arrivals = 0
         self._prompt_tokens = 0
@@ -300,7 +300,6 @@ class Engine:
         outputs: list[RequestOutput] = []
         for record in self._unreported:
             try:
-                record.check_text()
                 outputs.append(record.output())
             except Exception:
                 self._unreported.remove(record)

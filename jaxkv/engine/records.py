@@ -69,14 +69,11 @@ class RequestRecord:
                     logprob_entry(logprobs, begin + offset, token, count)
                 )
 
-    def check_text(self) -> None:
-        """Raise what went wrong with the text of an output, if anything."""
+    def output(self) -> RequestOutput:
+        """Return a snapshot for the user, or raise what went wrong with its text."""
         for child in self.children:
             if child.error is not None:
                 raise child.error
-
-    def output(self) -> RequestOutput:
-        """Return a snapshot for the user."""
         prompt_logprobs = None
         if self.sampling_params.prompt_logprobs is not None and len(
             self._prompt_logprobs

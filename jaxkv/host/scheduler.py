@@ -90,7 +90,6 @@ class Scheduler:
         With `num_swap_blocks` so many blocks fit into host memory; without `preemption`
         victims recompute.
 
-
         Raises:
             ValueError: The budget is below max_num_seqs, or the pool has no block.
         """
@@ -217,6 +216,7 @@ class Scheduler:
         return plan.schedule()
 
     def _make(self, plan: Plan) -> None:
+        """Fill a plan by the rules of this module."""
         decodes = [r for r in self._running if _num_unscheduled(r) == 1]
         prefills = [r for r in self._running if _num_unscheduled(r) > 1]
         self._plan_running(decodes, plan)
@@ -329,6 +329,9 @@ class Scheduler:
         """
         live = [r for r in unit if r.request_id in self._requests]
         plan.victims.update(live)
+        # Who would copy a victim's block in this step would come too late.
+        for fork in [r for r in plan.copies if r.source in live and r not in live]:
+            self._preempt(fork.unit, plan)
         for request in live:
             if request.row is not None:
                 plan.withdraw(request)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxkv.host.schedule import Plan
 from tests.jaxkv.host.test_prefix_cache import add
 from tests.jaxkv.host.test_scheduler import (
     drain,
@@ -108,6 +109,25 @@ def test_a_failed_step_copies_again():
     assert scheduler.block_tables.table("c1") == []
     assert len(scheduler.schedule().copies) == 1
     assert children[1].num_preemptions == 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_fork_does_not_copy_from_who_is_preempted_in_the_same_step(caching):
+    scheduler = make_scheduler(enable_prefix_caching=caching)
+    first, second = children = add_children(scheduler, 2, list(range(100, 106)))
+    step(scheduler)
+    plan = Plan(16)
+    assert scheduler._try_admit(second, plan) is True
+    assert plan.copies.keys() == {second}
+    scheduler._preempt(first.unit, plan)
+    scheduler._running.clear()
+    assert (plan.copies, plan.num_tokens, plan.budget) == ({}, {}, 16)
+    assert [child.row for child in children] == [None, None]
+    scheduler.check_invariants()
+    drain(scheduler)
+    for child in children:
+        expected = undisturbed(child.prompt_token_ids, 9)
+        assert child.output_token_ids == expected
 
 
 def test_a_child_that_is_preempted_leaves_no_copy_in_the_plan_and_replays():
