@@ -4,6 +4,7 @@ The folder is what transformers 4 and 5 both read. Shards are streamed: their he
 are known from the config, so each tensor is written as soon as it is read.
 """
 
+import itertools
 import json
 import shutil
 from collections.abc import Mapping
@@ -59,6 +60,11 @@ def write_huggingface(
 ) -> None:
     """Write a checkpoint as a Hugging Face folder.
 
+    Calibrated KV scales become float32 tensors of shape [1], with llm-compressor's
+    names. No `quantization_config` describes them: transformers would not load the
+    model without the package that it names, whereas a tensor that it does not know
+    only makes it warn.
+
     Args:
         source: A converted checkpoint.
         destination: A folder that does not exist yet, or may be replaced.
@@ -73,7 +79,12 @@ def write_huggingface(
     check_destination(destination, overwrite=overwrite, is_ours=is_exported)
     config = load_config(source)
     hf_config = write_model_config(config)
-    stored = stored_params(source, config)
+    # Scales go first: any number of them leaves what follows aligned.
+    stored = {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+        for name, array in kv_scale_tensors(config).items()
+    }
+    stored |= stored_params(source, config)
     shards = _plan_shards(stored, max_shard_bytes)
     with new_folder(destination, overwrite=overwrite, is_ours=is_exported) as folder:
         write_json(folder / "config.json", hf_config)
@@ -99,10 +110,20 @@ def hf_name(name: str) -> str:
     return name if name == LM_HEAD else f"model.{name}"
 
 
+def kv_scale_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
+    """Return the KV scales as tensors, by their names in Hugging Face less `model.`."""
+    return {
+        f"layers.{layer}.self_attn.{name}": np.array([value], np.float32)
+        for layer, pair in enumerate(config.kv_scales)
+        if pair is not None
+        for name, value in zip(("k_scale", "v_scale"), pair, strict=True)
+    }
+
+
 def _plan_shards(
     stored: Mapping[str, jax.ShapeDtypeStruct], max_shard_bytes: int
 ) -> dict[str, list[str]]:
-    """Return the parameter names of each file, in the order they are written."""
+    """Return the tensor names of each file, in the order they are written."""
     groups: list[list[str]] = []
     room = 0
     for name, leaf in stored.items():
@@ -127,14 +148,16 @@ def _write_shards(
     shards: Mapping[str, list[str]],
     progress: bool,
 ) -> None:
-    params = iterate_params(source, config)
+    tensors = itertools.chain(
+        kv_scale_tensors(config).items(), iterate_params(source, config)
+    )
     total = sum(_num_bytes(leaf) for leaf in stored.values())
     with byte_bar(total, "exporting", progress) as bar:
         for shard, names in shards.items():
             with open(folder / shard, "wb") as file:
                 _write_header(file, {name: stored[name] for name in names})
                 for name in names:
-                    read_name, array = next(params)
+                    read_name, array = next(tensors)
                     assert read_name == name, (read_name, name)
                     file.write(memoryview(array.reshape(-1).view(np.uint8)))
                     bar.update(array.nbytes)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from convert.hf_quantization import check_quantization_config
 from convert.hf_rope import is_finite_number, read_rope, write_rope
 from convert.source import join
 from jaxkv.config import ModelConfig
@@ -96,6 +97,7 @@ READ_APART = frozenset(
         "rope_theta",
         "rope_scaling",
         "rope_parameters",
+        "quantization_config",
     )
 )
 
@@ -113,7 +115,6 @@ ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False, None),
     "chunk_size_feed_forward": (0, None),
     "pruned_heads": ({}, None),
-    "quantization_config": (None,),
     "auto_map": (None,),
     "per_layer_config": (None,),
     "tie_last_hidden_states": (None,),
@@ -222,6 +223,7 @@ def read_model_config(
 
     Returns:
         The config; its dtype is what `stated_dtype` gives, float32 where that is None.
+        It has no `kv_scales`: they are tensors.
 
     Raises:
         ValueError: Names every key that is unknown, missing, of a wrong type, or has
@@ -235,6 +237,7 @@ def read_model_config(
         problems += _check_type(key, values[key])
     rope_theta, rope_scaling, rope_problems = read_rope(data)
     problems += rope_problems
+    problems += check_quantization_config(data.get("quantization_config"))
     if problems:
         raise ValueError(f"{where}: {join(problems)}")
 
@@ -285,6 +288,8 @@ def stated_dtype(data: Mapping[str, Any]) -> str | None:
 def write_model_config(config: ModelConfig) -> dict[str, Any]:
     """Return a Hugging Face `config.json` that `read_model_config` reads back.
 
+    All but `kv_scales`, which are tensors.
+
     Raises:
         ValueError: No family of Hugging Face's has this arithmetic under the
             config's `model_type`.
@@ -309,6 +314,7 @@ def write_model_config(config: ModelConfig) -> dict[str, Any]:
     }
     data |= {key: values[key] for key in family.defaults if key in values}
     read = read_model_config(data, where="the exported config.json")
+    read = dataclasses.replace(read, kv_scales=config.kv_scales)
     lost = [
         f"{field.name} {getattr(config, field.name)!r}"
         for field in dataclasses.fields(config)

@@ -1,7 +1,8 @@
 """Opening a Hugging Face folder: its config, its safetensors shards, its tokenizer.
 
-Only headers are read here, all of them, so that whatever is missing, cut short,
-unknown or misshapen is named before a tensor is loaded or a file written.
+Only headers are read here, all of them, and KV scales of a number each, so that
+whatever is missing, cut short, unknown or misshapen is named before a parameter is
+loaded or a file written.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from convert.hf_config import read_model_config, stated_dtype
+from convert.hf_quantization import check_hf_quant_config, take_kv_scales
 from convert.safetensors_reader import open_safetensors
 from convert.source import Source, TensorRef, check_tensors, join
 from jaxkv.device.llama import param_shapes
@@ -23,6 +25,7 @@ from jaxkv.engine.tokenizer import read_special_tokens, read_tokenizer
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+QUANTIZATION_FILE = "hf_quant_config.json"
 PARAM_DTYPES = ("float32", "bfloat16", "float16")
 LM_HEAD = "lm_head.weight"
 EMBEDDINGS = "embed_tokens.weight"
@@ -34,8 +37,8 @@ OTHER_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merge
 def open_huggingface(folder: Path) -> Source:
     """Open a Hugging Face folder.
 
-    The config's dtype is the tensors' own where all have the same, else the one that
-    `config.json` states, else float32.
+    The config's dtype is the parameters' own where all have the same, else the one
+    that `config.json` states, else float32.
 
     Raises:
         ValueError: One sentence that names what is missing, truncated, unknown or
@@ -60,8 +63,17 @@ def open_huggingface(folder: Path) -> Source:
             *_tokenizer_eos_ids(folder, tokenizer_json, tokenizer_config),
         ],
     )
+    quantization_file = folder / QUANTIZATION_FILE
+    if quantization_file.is_file():
+        problems = check_hf_quant_config(read_json(quantization_file))
+        if problems:
+            raise ValueError(f"{quantization_file}: {join(problems)}")
     stored = open_shards(folder)
-    config = dataclasses.replace(config, dtype=_common_dtype(folder, stored, data))
+    config = dataclasses.replace(
+        config,
+        kv_scales=take_kv_scales(str(folder), stored, config.num_hidden_layers),
+        dtype=_common_dtype(folder, stored, data),
+    )
     tensors = {}
     for name, ref in stored.items():
         short = name.removeprefix("model.")

@@ -157,6 +157,7 @@ def _add_info(commands: Any) -> None:
 def _convert(arguments: argparse.Namespace) -> None:
     _keep_off_accelerators()
     from convert import convert_checkpoint
+    from jaxkv.engine.checkpoint import load_config
 
     convert_checkpoint(
         arguments.src,
@@ -165,7 +166,24 @@ def _convert(arguments: argparse.Namespace) -> None:
         overwrite=arguments.overwrite,
         progress=not arguments.quiet,
     )
-    print(f"wrote {arguments.dst}")
+    config = load_config(arguments.dst)
+    scales = f", with {_describe_kv_scales(config)}" if config.kv_scales else ""
+    print(f"wrote {arguments.dst}{scales}")
+
+
+def _describe_kv_scales(config: Any) -> str:
+    """Say how many layers have calibrated KV scales, and how large these are."""
+    pairs = [pair for pair in config.kv_scales if pair is not None]
+    if not pairs:
+        return "no calibrated KV scales"
+    ranges = [
+        f"{name} {min(values):.3g} to {max(values):.3g}"
+        for name, values in zip(("K", "V"), zip(*pairs, strict=True), strict=True)
+    ]
+    return (
+        f"calibrated KV scales for {len(pairs)} of {config.num_hidden_layers} layers "
+        f"({', '.join(ranges)})"
+    )
 
 
 def _keep_off_accelerators() -> None:
@@ -225,8 +243,9 @@ def _info(arguments: argparse.Namespace) -> None:
     print(f"{arguments.checkpoint}: {config.model_type}, {num_params:,} parameters")
     print(f"  {config.dtype}, {facts['parameter_bytes'] / GIB:.2f} GiB")
     for field in dataclasses.fields(config):
-        if field.name not in ("model_type", "dtype"):
+        if field.name not in ("model_type", "dtype", "kv_scales"):
             print(f"  {field.name}: {getattr(config, field.name)}")
+    print(f"  {_describe_kv_scales(config)}")
     print(f"  tokenizer: {facts['tokenizer_token_ids'] or 'none'} token ids")
     print(f"  chat template: {'yes' if facts['chat_template'] else 'no'}")
     for dtype, size in per_token.items():

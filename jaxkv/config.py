@@ -102,6 +102,10 @@ class ModelConfig:
         eos_token_ids: Every id that ends generation; the union of what the source's
             config files say.
         dtype: Name of the parameters' dtype.
+        kv_scales: Calibrated scales of a float8 KV cache, as the source carries them:
+            one (k_scale, v_scale) a layer, a stored value being its code times the
+            scale, and None for a layer without. Empty: no layer has any. An export
+            holds them as float32.
     """
 
     vocab_size: int
@@ -124,6 +128,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+    kv_scales: tuple[tuple[float, float] | None, ...] = ()
 
     def __post_init__(self) -> None:
         _require_positive_int(
@@ -169,6 +174,29 @@ class ModelConfig:
             not outside,
             f"eos_token_ids {outside} lie outside the vocabulary of {self.vocab_size}",
         )
+        self._check_kv_scales()
+
+    def _check_kv_scales(self) -> None:
+        if self.kv_scales == ():
+            return
+        _require(
+            isinstance(self.kv_scales, tuple)
+            and len(self.kv_scales) == self.num_hidden_layers
+            and any(pair is not None for pair in self.kv_scales),
+            f"kv_scales must be empty or a tuple of {self.num_hidden_layers} entries, "
+            f"one a layer and not all None, got {self.kv_scales!r}",
+        )
+        for layer, pair in enumerate(self.kv_scales):
+            good = pair is None or (
+                isinstance(pair, tuple)
+                and len(pair) == 2
+                and all(isinstance(x, float) and 0 < x < math.inf for x in pair)
+            )
+            _require(
+                good,
+                f"kv_scales of layer {layer} must be None or two finite floats > 0, "
+                f"got {pair!r}",
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict of plain JSON values that `from_json` reads back."""
@@ -192,6 +220,11 @@ class ModelConfig:
             _require_keys(RopeScaling, scaling, "rope_scaling")
             values["rope_scaling"] = RopeScaling(**scaling)
         values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
+        kv_scales = values.get("kv_scales")
+        if isinstance(kv_scales, list):
+            values["kv_scales"] = tuple(
+                tuple(pair) if isinstance(pair, list) else pair for pair in kv_scales
+            )
         return cls(**values)
 
 

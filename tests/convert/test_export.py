@@ -140,6 +140,41 @@ def test_shards_start_before_the_limit_and_have_an_index(tmp_path):
     assert_same_checkpoint(native, convert(tmp_path / "exported", tmp_path / "again"))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_shard_bytes", [10**6, 3000])
+def test_kv_scales_are_exported_and_read_back(tmp_path, dtype, max_shard_bytes):
+    config = TINY | {"num_hidden_layers": 3, "intermediate_size": 25}
+    scales = {
+        "model.layers.0.self_attn.k_proj.k_scale": np.float32(0.1),
+        "model.layers.0.self_attn.v_proj.v_scale": np.float32(0.2),
+        "model.layers.2.self_attn.k_scale": np.float32(3),
+        "model.layers.2.self_attn.v_scale": np.float32(4e-3),
+    }
+    arrays = {name: np.array([value]) for name, value in scales.items()}
+    tensors = tiny_tensors(config, DTYPES[dtype])
+    write_folder(tmp_path / "hf", config, tensors | arrays)
+    native = convert(tmp_path / "hf", tmp_path / "native")
+    exported = tmp_path / "exported"
+    write_huggingface(native, exported, max_shard_bytes=max_shard_bytes, progress=False)
+    written = {}
+    for shard in exported.glob("*.safetensors"):
+        written |= safetensors.numpy.load_file(shard)
+    first = sorted(exported.glob("*.safetensors"))[0].read_bytes()
+    header = json.loads(first[8 : 8 + int.from_bytes(first[:8], "little")])
+    # Ahead of parameters of two bytes, of which there may be an odd number.
+    assert header["model.layers.0.self_attn.k_scale"]["data_offsets"] == [0, 4]
+    assert header["model.layers.2.self_attn.v_scale"]["data_offsets"] == [12, 16]
+    for name, value in scales.items():
+        name = name.replace("k_proj.", "").replace("v_proj.", "")
+        assert same_bits(written.pop(name), np.array([value], np.float32))
+    assert written.keys() == tensors.keys()
+    assert all(same_bits(written[name], tensors[name]) for name in tensors)
+    assert "quantization_config" not in json.loads(
+        (exported / "config.json").read_text()
+    )
+    assert_same_checkpoint(native, convert(exported, tmp_path / "again"))
+
+
 def test_exported_data_is_aligned(tmp_path):
     write_folder(tmp_path / "hf")
     export(convert(tmp_path / "hf", tmp_path / "native"), tmp_path / "exported")

@@ -1,9 +1,11 @@
 import json
 
+import numpy as np
 import pytest
 
 from jaxkv.cli import main
 from tests.checkpoints import write_tiny_checkpoint
+from tests.convert.folders import TINY, tiny_tensors, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,30 @@ def test_info_says_what_a_token_costs(checkpoint, capsys):
     assert main(["info", str(checkpoint)]) == 0
     out = capsys.readouterr().out
     assert "KV cache in float32: 128 bytes a token, 2,048 a block of 16" in out
+
+
+def test_info_and_convert_say_which_calibrated_scales_there_are(
+    checkpoint, tmp_path, capsys
+):
+    assert main(["info", str(checkpoint)]) == 0
+    assert "\n  no calibrated KV scales\n" in capsys.readouterr().out
+    tensors = tiny_tensors(TINY | {"num_hidden_layers": 3})
+    for layer, k_scale, v_scale in ((0, 0.5, 0.75), (2, 0.0625, 12.0)):
+        prefix = f"model.layers.{layer}.self_attn"
+        tensors[f"{prefix}.k_scale"] = np.float32([k_scale])
+        tensors[f"{prefix}.v_scale"] = np.float32([v_scale])
+    write_folder(tmp_path / "hf", TINY | {"num_hidden_layers": 3}, tensors)
+    scaled = str(tmp_path / "scaled")
+    assert main(["convert", str(tmp_path / "hf"), scaled, "--quiet"]) == 0
+    said = "calibrated KV scales for 2 of 3 layers (K 0.0625 to 0.5, V 0.75 to 12)"
+    assert capsys.readouterr().out == f"wrote {scaled}, with {said}\n"
+    assert main(["info", scaled]) == 0
+    out = capsys.readouterr().out
+    assert f"\n  {said}\n" in out
+    assert "kv_scales" not in out
+    assert main(["info", scaled, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["kv_scales"] == [[0.5, 0.75], None, [0.0625, 12.0]]
 
 
 def test_convert_and_export_are_a_round_trip(checkpoint, tmp_path, capsys):

@@ -93,6 +93,42 @@ def test_sizes_must_be_positive_integers(kind, name, value):
             {"eos_token_ids": (2, 128, -1)},
             "eos_token_ids [128, -1] lie outside the vocabulary of 128",
         ),
+        *(
+            (
+                "model",
+                {"kv_scales": value},
+                "kv_scales must be empty or a tuple of 2 entries, one a layer and not "
+                f"all None, got {value!r}",
+            )
+            for value in (
+                ((0.5, 0.5),),
+                ((0.5, 0.5),) * 3,
+                (None, None),
+                [(0.5, 0.5), None],
+                None,
+                0.5,
+            )
+        ),
+        *(
+            (
+                "model",
+                {"kv_scales": (None, pair)},
+                "kv_scales of layer 1 must be None or two finite floats > 0, got "
+                f"{pair!r}",
+            )
+            for pair in (
+                (0.5,),
+                (0.5, None),
+                (0.5, 0.0),
+                (-0.5, 0.5),
+                (0.5, float("nan")),
+                (float("inf"), 0.5),
+                (1, 0.5),
+                (0.5, "1"),
+                [0.5, 0.5],
+                0.5,
+            )
+        ),
         (
             "cache",
             {"num_blocks": 1},
@@ -314,8 +350,11 @@ def test_bytes_of_a_cache(dtype, bytes_per_element):
             "mlp_bias": True,
             "qk_norm": True,
         },
+        # float32's 0.1, its smallest number and its largest
+        {"kv_scales": (None, (0.10000000149011612, 2.0**-149))},
+        {"kv_scales": ((3.4028234663852886e38, 1.0), (0.5, 448.0))},
     ],
-    ids=["plain", "eos", "linear", "llama3", "flags"],
+    ids=["plain", "eos", "linear", "llama3", "flags", "kv_scales", "all_kv_scales"],
 )
 def test_a_model_config_survives_json(changes):
     config = model_config(**changes)
@@ -381,6 +420,10 @@ def test_from_json_refuses_a_rope_scaling_it_does_not_know(scaling, message):
         ("rope_theta", float("inf"), "rope_theta must be a finite number > 0"),
         ("tie_word_embeddings", "no", "tie_word_embeddings must be true or false"),
         ("bos_token_id", "x", "bos_token_id must be a token id or null, got 'x'"),
+        ("kv_scales", [[0.5, 0.5]], "kv_scales must be empty or a tuple of 2 entries"),
+        ("kv_scales", "x", "kv_scales must be empty or a tuple of 2 entries"),
+        ("kv_scales", [None, [0.5, "x"]], "kv_scales of layer 1 must be None or two"),
+        ("kv_scales", [0.5, None], "kv_scales of layer 0 must be None or two"),
     ],
 )
 def test_from_json_refuses_values_of_a_wrong_kind(field, value, message):
