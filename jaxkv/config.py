@@ -6,15 +6,25 @@ nothing ever changes one after construction. Derived facts are properties.
 """
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from jaxkv.kv_format import (
+    KVFormat,
+    has_4_bits,
+    has_static_scale,
+    make_kv_format,
+    split_kv_cache_dtype,
+)
 
 RopeType = Literal["linear", "llama3"]
 NULL_BLOCK = 0
 """The padding block: never allocated, written and read by padding only."""
 
-KV_CACHE_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
+"""What parameters and arithmetic may be."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -48,6 +58,27 @@ def _require_keys(cls: Any, values: dict[str, Any], where: str) -> None:
     required = {f.name for f in fields if f.default is dataclasses.MISSING}
     missing = sorted(required - set(values))
     _require(not missing, f"keys missing from {where}: {missing}")
+
+
+def _check_kv_format(
+    kv_cache_dtype: str, skip_layers: object, rotation: object, prefix: str = ""
+) -> None:
+    """Check how K and V are to be stored, as far as it needs no model."""
+    split_kv_cache_dtype(kv_cache_dtype)
+    _require(
+        isinstance(skip_layers, tuple)
+        and all(type(layer) is int and layer >= 0 for layer in skip_layers),
+        f"{prefix}skip_layers must be a tuple of layer indices, got {skip_layers!r}",
+    )
+    _require(
+        isinstance(rotation, bool),
+        f"{prefix}rotation must be True or False, got {rotation!r}",
+    )
+    _require(
+        not rotation or has_4_bits(kv_cache_dtype),
+        f"{prefix}rotation is for vectors of 4 bits, and kv_cache_dtype "
+        f"{kv_cache_dtype!r} has none",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +197,7 @@ class ModelConfig:
             f"bos_token_id must be a token id or null, got {bos!r}",
         )
         _require(
-            self.dtype in ("float32", "bfloat16", "float16"),
+            self.dtype in DTYPES,
             f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}",
         )
         outside = [t for t in self.eos_token_ids if not 0 <= t < self.vocab_size]
@@ -237,7 +268,14 @@ class CacheConfig:
             allocated.
         block_size: Tokens a block holds; the GPU kernels want a multiple of 8
             (offsets of bulk copies into tiled shared memory are multiples of 8 rows).
-        kv_cache_dtype: Name of the dtype that K and V are stored in.
+        kv_cache_dtype: What K and V are stored as: one of `KV_FORMATS`, or two of them
+            as "K:V"; `auto` is `dtype`.
+        dtype: The model's dtype, for `auto` and for `skip_layers`.
+        skip_layers: Layers that are stored in `dtype`, whatever `kv_cache_dtype` is.
+        rotation: Rotate by a Hadamard matrix what is stored in 4 bits; for the others
+            nothing changes.
+        kv_scales: For each layer the scales of its keys and values, or None; the
+            static formats need them (`ModelConfig.kv_scales`).
     """
 
     num_layers: int
@@ -246,6 +284,10 @@ class CacheConfig:
     num_blocks: int
     block_size: int = 16
     kv_cache_dtype: str = "bfloat16"
+    dtype: str = "bfloat16"
+    skip_layers: tuple[int, ...] = ()
+    rotation: bool = False
+    kv_scales: tuple[tuple[float, float] | None, ...] = ()
 
     def __post_init__(self) -> None:
         _require_positive_int(
@@ -262,21 +304,72 @@ class CacheConfig:
             "fit below 2**31: slots are int32",
         )
         _require(
-            self.kv_cache_dtype in KV_CACHE_DTYPES,
-            f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got "
-            f"{self.kv_cache_dtype!r}",
+            self.dtype in DTYPES, f"dtype must be one of {DTYPES}, got {self.dtype!r}"
+        )
+        _check_kv_format(self.kv_cache_dtype, self.skip_layers, self.rotation)
+        outside = [i for i in self.skip_layers if not 0 <= i < self.num_layers]
+        _require(
+            not outside,
+            f"skip_layers {outside} are outside the cache's {self.num_layers} layers",
+        )
+        _require(
+            self.head_dim % 2 == 0 or not has_4_bits(self.kv_cache_dtype),
+            f"head_dim {self.head_dim} must be even for vectors of 4 bits",
+        )
+        _require(
+            len(self.kv_scales) in (0, self.num_layers),
+            f"kv_scales has {len(self.kv_scales)} entries for {self.num_layers} layers",
+        )
+        missing = [
+            layer
+            for layer, scales in enumerate(self.kv_scales or (None,) * self.num_layers)
+            if scales is None and layer not in self.skip_layers
+        ]
+        _require(
+            not missing or not has_static_scale(self.kv_cache_dtype),
+            f"kv_cache_dtype {self.kv_cache_dtype!r} needs calibrated scales, and "
+            f"layers {missing} have none: skip those layers, or take a format that "
+            "computes its scales",
         )
 
+    @functools.cached_property
+    def formats(self) -> tuple[tuple[KVFormat, KVFormat], ...]:
+        """For each layer the forms of its keys and of its values."""
+        names = split_kv_cache_dtype(self.kv_cache_dtype)
+        k_name, v_name = (self.dtype if name == "auto" else name for name in names)
+        scales = self.kv_scales or (None,) * self.num_layers
+        formats = []
+        for layer in range(self.num_layers):
+            if layer in self.skip_layers:
+                k_format = v_format = KVFormat(self.dtype)
+            else:
+                k_scale, v_scale = scales[layer] or (None, None)
+                k_format = make_kv_format(k_name, self.rotation, k_scale)
+                v_format = make_kv_format(v_name, self.rotation, v_scale)
+            formats.append((k_format, v_format))
+        return tuple(formats)
+
     @property
-    def bytes_per_element(self) -> int:
-        """Bytes of one stored K or V element."""
-        return 4 if self.kv_cache_dtype == "float32" else 2
+    def block_root(self) -> bytes:
+        """What digests of blocks start from: equal if equal bytes mean the same.
+
+        Equal only for pools whose blocks could be exchanged; the weights are not in it.
+        """
+        formats = ",".join(
+            f"{k_format}:{v_format}" for k_format, v_format in self.formats
+        )
+        shape = f"{self.num_kv_heads}x{self.block_size}x{self.head_dim}"
+        return f"{shape};{formats}".encode()
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token's K and V take in all layers."""
-        per_head = self.head_dim * self.bytes_per_element
-        return 2 * self.num_layers * self.num_kv_heads * per_head
+        """Bytes that one token's K and V take in all layers, scales included."""
+        per_head = sum(
+            kv_format.vector_bytes(self.head_dim)
+            for both in self.formats
+            for kv_format in both
+        )
+        return self.num_kv_heads * per_head
 
     @property
     def bytes_per_block(self) -> int:
@@ -295,7 +388,10 @@ class EngineConfig:
 
     Attributes:
         dtype: Dtype of parameters and arithmetic; `auto` keeps the checkpoint's.
-        kv_cache_dtype: Dtype of stored K and V; `auto` is the arithmetic's.
+        kv_cache_dtype: What K and V are stored as: one of `KV_FORMATS`
+            (`jaxkv.kv_format`), or two of them as "K:V"; `auto` is `dtype`.
+        kv_cache_skip_layers: Layers whose K and V are stored in `dtype` all the same.
+        kv_cache_rotation: Rotate by a Hadamard matrix what is stored in 4 bits.
         block_size: Tokens a block; the GPU kernels want a multiple of 8.
         num_blocks: Blocks in the pool, the null block included. None: what
             `memory_fraction` of the device's memory holds beside the parameters; on
@@ -334,6 +430,8 @@ class EngineConfig:
 
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    kv_cache_skip_layers: tuple[int, ...] = ()
+    kv_cache_rotation: bool = False
     block_size: int = 16
     num_blocks: int | None = None
     memory_fraction: float = 0.9
@@ -364,10 +462,14 @@ class EngineConfig:
         for name in ("num_blocks", "max_model_len"):
             if getattr(self, name) is not None:
                 _require_positive_int(self, name)
-        dtypes = ("auto", *KV_CACHE_DTYPES)
+        _check_kv_format(
+            self.kv_cache_dtype,
+            self.kv_cache_skip_layers,
+            self.kv_cache_rotation,
+            prefix="kv_cache_",
+        )
         for name, allowed in (
-            ("dtype", dtypes),
-            ("kv_cache_dtype", dtypes),
+            ("dtype", ("auto", *DTYPES)),
             ("policy", ("fcfs", "priority")),
             ("preemption", ("auto", "swap", "recompute")),
             ("enable_prefix_caching", (True, False)),

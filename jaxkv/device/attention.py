@@ -15,16 +15,41 @@ from jaxtyping import Array, Float, Int32
 
 from jaxkv.device.attention_xla import paged_attention_xla
 from jaxkv.device.cache import KVCache
+from jaxkv.device.codec import (
+    Quantized,
+    Stored,
+    decode,
+    format_of,
+    prepare_queries,
+    restore_outputs,
+    vector_shape,
+)
 from pallas_kernels import check_options, paged_attention_reference, target_device
 from pallas_kernels import paged_attention as paged_attention_mosaic_gpu
 
 Result = jax.Array | tuple[jax.Array, jax.Array]
 Implementation = Callable[..., Result]
 
+
+def _mosaic_gpu(
+    q: jax.Array, k: Stored, v: Stored, *arrays: jax.Array, **options: Any
+) -> Result:
+    for stored in (k, v):
+        if isinstance(stored, Quantized):
+            raise NotImplementedError(f"a cache of {stored.format.name}")
+    return paged_attention_mosaic_gpu(q, k, v, *arrays, **options)
+
+
+def _reference(
+    q: jax.Array, k: Stored, v: Stored, *arrays: jax.Array, **options: Any
+) -> Result:
+    return paged_attention_reference(q, decode(k), decode(v), *arrays, **options)
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "mosaic_gpu": paged_attention_mosaic_gpu,
+    "mosaic_gpu": _mosaic_gpu,
     "xla": paged_attention_xla,
-    "reference": paged_attention_reference,
+    "reference": _reference,
 }
 _AUTO_ORDER: dict[str, tuple[str, ...]] = {"gpu": ("mosaic_gpu", "xla")}
 _LOGGER = logging.getLogger(__name__)
@@ -47,7 +72,8 @@ def paged_attention(
 ) -> Result:
     """Attend from every query to its row's keys and values in the cache.
 
-    This step's keys are read from the cache like all others: call `write_kv` first.
+    This step's keys are read from the cache like all others, as they are stored: call
+    `write_kv` first.
     Slots that no token was written to never matter, whatever they hold. Scores,
     softmax and accumulation are float32.
 
@@ -78,15 +104,20 @@ def paged_attention(
     """
     _check_arguments(q, cache, layer, block_tables, kv_lens, cu_q_lens)
     check_options(scale, window, soft_cap)
-    layer_kv = cache.layers[layer]
-    arguments = (q, layer_kv.k, layer_kv.v, block_tables, kv_lens, cu_q_lens)
+    k, v = cache.layers[layer]
+    q = prepare_queries(q, format_of(k))
+    arguments = (q, k, v, block_tables, kv_lens, cu_q_lens)
     options = {
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         "window": window,
         "soft_cap": soft_cap,
         "return_lse": return_lse,
     }
-    return _first_that_can(implementation, arguments, options)
+    result = _first_that_can(implementation, arguments, options)
+    if isinstance(result, tuple):
+        out, lse = result
+        return restore_outputs(out, format_of(v)), lse
+    return restore_outputs(result, format_of(v))
 
 
 def _first_that_can(
@@ -126,7 +157,7 @@ def _check_arguments(
         raise ValueError(
             f"layer {layer} is outside the cache's {len(cache.layers)} layers"
         )
-    _, kv_heads, _, head_dim = cache.layers[layer].k.shape
+    _, kv_heads, _, head_dim = vector_shape(cache.layers[layer].k)
     if q.ndim != 3 or q.shape[2] != head_dim:
         raise ValueError(
             f"q has shape {q.shape}, expected [tokens, q_heads, head_dim={head_dim}]"

@@ -16,12 +16,15 @@ come out right there too, but slowly; the host sends those to other shapes.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
+
+from jaxkv.device.codec import Stored, decode, vector_shape
 
 _GROUP = 16
 _SINGLE_TILE_KV = 64
@@ -39,14 +42,18 @@ class _Options(NamedTuple):
 class _Pool(NamedTuple):
     """What every tile reads."""
 
-    k: jax.Array  # [num_blocks, kv_heads, block_size, head_dim]
-    v: jax.Array  # [num_blocks, kv_heads, block_size, head_dim]
+    k: Stored
+    v: Stored
     tables: jax.Array  # [rows, width], width a multiple of blocks_per_tile
     blocks_per_tile: int
 
     @property
+    def kv_heads(self) -> int:
+        return vector_shape(self.k)[1]
+
+    @property
     def tile_kv(self) -> int:
-        return self.blocks_per_tile * self.k.shape[2]
+        return self.blocks_per_tile * vector_shape(self.k)[2]
 
 
 class _Softmax(NamedTuple):
@@ -65,8 +72,8 @@ class _Softmax(NamedTuple):
 )
 def paged_attention_xla(
     q: Float[Array, "tokens q_heads head_dim"],
-    k_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
-    v_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
+    k_blocks: Stored,
+    v_blocks: Stored,
     block_tables: Int32[Array, "rows width"],
     kv_lens: Int32[Array, " rows"],
     cu_q_lens: Int32[Array, " rows+1"],
@@ -81,6 +88,9 @@ def paged_attention_xla(
 ):
     """Attend as `paged_attention` says; see there for the arguments.
 
+    Keys and values in a low-bit format are decoded a tile at a time, and taken as
+    `decode` gives them.
+
     Returns:
         The outputs in q's dtype, and with `return_lse` the float32 log-sum-exp of the
         scores.
@@ -93,8 +103,8 @@ def paged_attention_xla(
 
 def _attend(
     q: Float[Array, "tokens q_heads head_dim"],
-    k_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
-    v_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
+    k_blocks: Stored,
+    v_blocks: Stored,
     block_tables: Int32[Array, "rows width"],
     kv_lens: Int32[Array, " rows"],
     cu_q_lens: Int32[Array, " rows+1"],
@@ -150,12 +160,10 @@ def _row_of_token(
     return jnp.minimum(row, len(cu_q_lens) - 2), token < cu_q_lens[-1]
 
 
-def _make_pool(
-    k: jax.Array, v: jax.Array, block_tables: jax.Array, tile_kv: int
-) -> _Pool:
+def _make_pool(k: Stored, v: Stored, block_tables: jax.Array, tile_kv: int) -> _Pool:
     """Cut the tables into tiles of about `tile_kv` keys."""
     width = block_tables.shape[1]
-    blocks_per_tile = min(width, max(1, tile_kv // k.shape[2]))
+    blocks_per_tile = min(width, max(1, tile_kv // vector_shape(k)[2]))
     return _Pool(
         k=k,
         v=v,
@@ -293,7 +301,7 @@ def _attend_row(
     """Attend from queries of one row to its keys [0, kv_end)."""
     q_heads = q.shape[2]
     grouped = _group_heads(q, pool, options)
-    positions = jnp.repeat(positions, q_heads // pool.k.shape[1], axis=1)
+    positions = jnp.repeat(positions, q_heads // pool.kv_heads, axis=1)
 
     def one_tile(index: jax.Array, softmax: _Softmax) -> _Softmax:
         part = _attend_tiles(
@@ -330,7 +338,7 @@ def _group_heads(
 ) -> Float[Array, "members kv_heads group_queries head_dim"]:
     """Scale queries and put those that share a KV head side by side."""
     members, queries, q_heads, head_dim = q.shape
-    kv_heads = pool.k.shape[1]
+    kv_heads = pool.kv_heads
     grouped = q.astype(jnp.float32) * options.scale
     grouped = grouped.reshape(members, queries, kv_heads, q_heads // kv_heads, head_dim)
     return grouped.swapaxes(1, 2).reshape(members, kv_heads, -1, head_dim)
@@ -400,17 +408,20 @@ def _attend_tiles(
 
 
 def _read_tiles(
-    blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
-    ids: Int32[Array, "members tile_blocks"],
+    blocks: Stored, ids: Int32[Array, "members tile_blocks"]
 ) -> Float[Array, "members kv_heads tile_kv head_dim"]:
     """Read each member's blocks as float32, head by head.
 
     A (block, head) is contiguous in the pool, so it is gathered as one line; gathering
     blocks and swapping axes afterwards takes twice as long on CPU.
     """
-    num_blocks, kv_heads, block_size, head_dim = blocks.shape
-    lines = blocks.reshape(num_blocks * kv_heads, block_size * head_dim)
+    num_blocks, kv_heads, block_size, _ = vector_shape(blocks)
     head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
-    tile = lines[ids[:, None, :] * kv_heads + head]
-    members = ids.shape[0]
-    return tile.reshape(members, kv_heads, -1, head_dim).astype(jnp.float32)
+    line = ids[:, None, :] * kv_heads + head
+
+    def gather(array: jax.Array) -> jax.Array:
+        tail = array.shape[3:]
+        lines = array.reshape(num_blocks * kv_heads, block_size * math.prod(tail))
+        return lines[line].reshape(ids.shape[0], kv_heads, -1, *tail)
+
+    return decode(jax.tree.map(gather, blocks))

@@ -12,17 +12,28 @@ updated in place; without donation every write copies the pool.
 from typing import NamedTuple, no_type_check
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxkv.config import CacheConfig
+from jaxkv.device.codec import (
+    Stored,
+    encode,
+    format_of,
+    init_blocks,
+    poison,
+    vector_shape,
+)
 
 
 class LayerKV(NamedTuple):
-    """One layer's keys and values; replaced, never mutated."""
+    """One layer's keys and values; replaced, never mutated.
 
-    k: Float[Array, "num_blocks kv_heads block_size head_dim"]
-    v: Float[Array, "num_blocks kv_heads block_size head_dim"]
+    Each is an array [num_blocks, kv_heads, block_size, head_dim], or a `Quantized` of
+    as many vectors; the two may have different formats.
+    """
+
+    k: Stored
+    v: Stored
 
 
 class KVCache(NamedTuple):
@@ -33,23 +44,24 @@ class KVCache(NamedTuple):
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool, the null block included."""
-        return self.layers[0].k.shape[0]
+        return vector_shape(self.layers[0].k)[0]
 
     @property
     def block_size(self) -> int:
         """Tokens a block holds."""
-        return self.layers[0].k.shape[2]
+        return vector_shape(self.layers[0].k)[2]
 
 
 def init_cache(
     config: CacheConfig, sharding: jax.sharding.Sharding | None = None
 ) -> KVCache:
-    """Allocate an empty cache, filled with zeros.
+    """Allocate an empty cache, filled with zero vectors.
 
     Args:
-        config: The cache's shape and dtype.
-        sharding: Where each [num_blocks, kv_heads, block_size, head_dim] array lies;
-            `kv_heads` is the axis to shard. None: JAX's default device.
+        config: The cache's shape and formats.
+        sharding: Where each array lies; all begin with the axes [num_blocks, kv_heads,
+            block_size], of which `kv_heads` is the one to shard. None: JAX's default
+            device.
 
     Returns:
         A cache of `config.total_bytes` bytes.
@@ -61,35 +73,42 @@ def init_cache(
         config.head_dim,
     )
 
-    def zeros() -> jax.Array:
-        return jnp.zeros(shape, config.kv_cache_dtype, device=sharding)
-
     return KVCache(
-        layers=tuple(LayerKV(k=zeros(), v=zeros()) for _ in range(config.num_layers))
+        layers=tuple(
+            LayerKV(
+                k=init_blocks(k_format, shape, sharding),
+                v=init_blocks(v_format, shape, sharding),
+            )
+            for k_format, v_format in config.formats
+        )
     )
 
 
 def write_blocks(
-    blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
+    blocks: Stored,
     new: Float[Array, "tokens kv_heads head_dim"],
     slot_mapping: Int32[Array, " tokens"],
-) -> Float[Array, "num_blocks kv_heads block_size head_dim"]:
+) -> Stored:
     """Store one layer's new keys (or values) at their slots.
 
     Args:
         blocks: The layer's blocks, as they were before this step.
-        new: One row per token of the batch, padding included; cast to the blocks'
-            dtype.
+        new: One row per token of the batch, padding included; brought into the
+            blocks' format.
         slot_mapping: Slot of each token. Real tokens have distinct slots outside
             `NULL_BLOCK`; padding tokens have slots inside it.
 
     Returns:
         The blocks with `new` in place and every other slot unchanged.
     """
-    block_size = blocks.shape[2]
+    block_size = vector_shape(blocks)[2]
     block_ids = slot_mapping // block_size
     offsets = slot_mapping % block_size
-    return blocks.at[block_ids, :, offsets].set(new.astype(blocks.dtype))
+    return jax.tree.map(
+        lambda array, encoded: array.at[block_ids, :, offsets].set(encoded),
+        blocks,
+        encode(new, format_of(blocks)),
+    )
 
 
 @no_type_check  # it checks its own arguments, in tests and elsewhere
@@ -122,7 +141,7 @@ def write_kv(
         raise ValueError(
             f"layer {layer} is outside the cache's {len(cache.layers)} layers"
         )
-    _, kv_heads, _, head_dim = cache.layers[layer].k.shape
+    _, kv_heads, _, head_dim = vector_shape(cache.layers[layer].k)
     for name, new in (("k", k), ("v", v)):
         expected = (slot_mapping.shape[0], kv_heads, head_dim)
         if new.shape != expected:
@@ -172,21 +191,19 @@ def scatter_blocks(
     )
 
 
-def fill_blocks(
-    cache: KVCache, block_ids: Int32[Array, " blocks"], value: Float[Array, ""]
-) -> KVCache:
-    """Overwrite whole blocks of every layer with one value, K and V both.
+def poison_blocks(cache: KVCache, block_ids: Int32[Array, " blocks"]) -> KVCache:
+    """Overwrite whole blocks of every layer with NaN, K and V both.
 
     Args:
         cache: Not donated here.
         block_ids: Blocks to overwrite; one may be named several times.
-        value: Cast to the blocks' dtype.
     """
-
-    def fill(blocks: jax.Array) -> jax.Array:
-        return blocks.at[block_ids].set(value.astype(blocks.dtype))
-
-    return jax.tree.map(fill, cache)
+    return KVCache(
+        layers=tuple(
+            LayerKV(k=poison(layer.k, block_ids), v=poison(layer.v, block_ids))
+            for layer in cache.layers
+        )
+    )
 
 
 def copy_blocks(

@@ -19,6 +19,7 @@ class EngineLimits:
         num_token_ids: Ids that can be given and chosen: [0, num_token_ids). Rows of
             the vocabulary beyond are padding.
         kv_bytes_per_token: What one token's K and V take in all layers.
+        block_root: What digests of blocks start from.
     """
 
     num_blocks: int
@@ -27,6 +28,7 @@ class EngineLimits:
     num_token_ids: int
     eos_token_ids: tuple[int, ...]
     kv_bytes_per_token: int
+    block_root: bytes = b""
 
 
 class RequestChecks:

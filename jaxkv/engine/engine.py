@@ -78,6 +78,7 @@ class Engine:
                 swap_bandwidth=1e9 * (config.swap_bandwidth or _SWAP_BANDWIDTH),
                 prefill_rate=config.prefill_rate or _PREFILL_RATE,
             ),
+            root=limits.block_root,
         )
         self._runner = runner
         self._debugger = (
@@ -131,8 +132,6 @@ class Engine:
         config = config or EngineConfig()
         if config.dtype != "auto":
             model_config = dataclasses.replace(model_config, dtype=config.dtype)
-        cache_dtype = config.kv_cache_dtype
-        cache_dtype = model_config.dtype if cache_dtype == "auto" else cache_dtype
         max_model_len = _max_model_len(model_config, config)
         cache_config = CacheConfig(
             num_layers=model_config.num_hidden_layers,
@@ -140,7 +139,11 @@ class Engine:
             head_dim=model_config.head_dim,
             num_blocks=config.num_blocks or 2,
             block_size=config.block_size,
-            kv_cache_dtype=cache_dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
+            dtype=model_config.dtype,
+            skip_layers=config.kv_cache_skip_layers,
+            rotation=config.kv_cache_rotation,
+            kv_scales=model_config.kv_scales,
         )
         if config.num_blocks is None:
             num_blocks = choose_num_blocks(cache_config, config, max_model_len)
@@ -156,6 +159,7 @@ class Engine:
             ),
             eos_token_ids=model_config.eos_token_ids,
             kv_bytes_per_token=cache_config.bytes_per_token,
+            block_root=cache_config.block_root,
         )
         runner = ModelRunner(
             params,

@@ -18,9 +18,9 @@ from jaxkv.config import NULL_BLOCK, CacheConfig, ModelConfig
 from jaxkv.device.cache import (
     LayerKV,
     copy_blocks,
-    fill_blocks,
     gather_blocks,
     init_cache,
+    poison_blocks,
     scatter_blocks,
 )
 from jaxkv.device.llama import Params, check_params, param_shapes
@@ -29,7 +29,7 @@ from jaxkv.device.step import Batch, StepOutput, make_step
 from jaxkv.engine.batch import Bucket
 
 _COPIES = 8  # blocks a call
-_FILLS = 16  # likewise
+_POISONED = 16  # likewise
 _SWAPS = (8, 1)  # blocks a call; host memory is taken for no more than there are
 
 
@@ -83,7 +83,7 @@ class ModelRunner:
             jnp.asarray(params[name], dtype) for name in param_shapes(model_config)
         )
         self._cache = init_cache(cache_config)
-        array = self._cache.layers[0].k
+        array = jax.tree.leaves(self._cache)[0]
         self._device_memory = array.sharding
         self._host_memory = _memory(array, "pinned_host")
         self._step = jax.jit(
@@ -100,7 +100,7 @@ class ModelRunner:
                 ("copy", copy_blocks, (0,)),
                 ("out", gather_blocks, ()),
                 ("in", scatter_blocks, (0,)),
-                ("fill", fill_blocks, (0,)),
+                ("poison", poison_blocks, (0,)),
             )
         }
         self._move_executables: dict[tuple[str, int], Callable] = {}
@@ -184,10 +184,10 @@ class ModelRunner:
 
     def poison_blocks(self, block_ids: Sequence[int]) -> None:
         """Fill blocks of every layer with NaN; the cache goes in donated."""
-        for begin in range(0, len(block_ids), _FILLS):
-            part = np.asarray(block_ids[begin : begin + _FILLS], np.int32)
-            padded = np.resize(part, _FILLS)  # what is lacking is filled twice
-            self._cache = self._move("fill", _FILLS, padded, np.float32(np.nan))
+        for begin in range(0, len(block_ids), _POISONED):
+            part = np.asarray(block_ids[begin : begin + _POISONED], np.int32)
+            padded = np.resize(part, _POISONED)  # what is lacking is filled twice
+            self._cache = self._move("poison", _POISONED, padded)
 
     def _move(self, name: str, num_blocks: int, *arguments: Any) -> Any:
         """Run a function that moves blocks; compile it if this is the first use."""

@@ -84,11 +84,12 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         num_swap_blocks: int = 0,
         preemption: Preemption | None = None,
+        root: bytes = b"",
     ):
         """Make an idle scheduler with a pool of its own; see `EngineConfig`.
 
         With `num_swap_blocks` so many blocks fit into host memory; without `preemption`
-        victims recompute.
+        victims recompute. Digests of blocks start from `root`.
 
         Raises:
             ValueError: The budget is below max_num_seqs, or the pool has no block.
@@ -103,7 +104,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_partial_prefills = max_num_partial_prefills
         self.long_prefill_token_threshold = long_prefill_token_threshold
-        self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
+        self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching, root)
         self._blocks = RequestBlocks(self.pool, num_swap_blocks)
         self.block_tables = self._blocks.block_tables
         self.prefix_cache = self._blocks.prefix_cache

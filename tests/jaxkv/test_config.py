@@ -7,6 +7,8 @@ import re
 import pytest
 
 from jaxkv import CacheConfig, EngineConfig, ModelConfig, RopeScaling
+from jaxkv.config import DTYPES
+from jaxkv.kv_format import KVFormat
 from tests.helpers import cache_config
 
 
@@ -23,6 +25,12 @@ def model_config(**changes):
     }
     return ModelConfig(**(defaults | changes))
 
+
+KV_CACHE_DTYPES = (
+    "kv_cache_dtype must be one of ('auto', 'float32', 'bfloat16', 'float16', 'int8', "
+    "'fp8_e4m3', 'fp8_e5m2', 'fp8_e4m3_static', 'fp8_e5m2_static', 'int4', "
+    "'int4_asymmetric'), or two of them as 'K:V'"
+)
 
 MAKERS = {"model": model_config, "cache": cache_config, "engine": EngineConfig}
 
@@ -142,9 +150,8 @@ def test_sizes_must_be_positive_integers(kind, name, value):
         ),
         (
             "cache",
-            {"kv_cache_dtype": "auto"},
-            "kv_cache_dtype must be one of ('float32', 'bfloat16', 'float16'), got "
-            "'auto'",
+            {"kv_cache_dtype": "int4:int4:int4"},
+            f"{KV_CACHE_DTYPES}, got 'int4:int4:int4'",
         ),
         (
             "engine",
@@ -154,9 +161,63 @@ def test_sizes_must_be_positive_integers(kind, name, value):
         ),
         (
             "engine",
-            {"kv_cache_dtype": "int3"},
-            "kv_cache_dtype must be one of ('auto', 'float32', 'bfloat16', 'float16'), "
-            "got 'int3'",
+            {"kv_cache_dtype": "int8:int3"},
+            f"{KV_CACHE_DTYPES}, got 'int8:int3'",
+        ),
+        *(
+            (kind, {"kv_cache_dtype": value}, f"{KV_CACHE_DTYPES}, got {value!r}")
+            for kind in ("cache", "engine")
+            for value in ("", "int8:", "INT8", None, 8, ["int8"])
+        ),
+        *(
+            (
+                kind,
+                {f"{prefix}skip_layers": value},
+                f"{prefix}skip_layers must be a tuple of layer indices, got {value!r}",
+            )
+            for kind, prefix in (("cache", ""), ("engine", "kv_cache_"))
+            for value in (0, [0], (True,), (-1,), (0.0,), ("0",), None)
+        ),
+        *(
+            (
+                kind,
+                {f"{prefix}rotation": value, "kv_cache_dtype": "int4"},
+                f"{prefix}rotation must be True or False, got {value!r}",
+            )
+            for kind, prefix in (("cache", ""), ("engine", "kv_cache_"))
+            for value in (1, "yes", None)
+        ),
+        *(
+            (
+                kind,
+                {f"{prefix}rotation": True, "kv_cache_dtype": "int8:fp8_e4m3"},
+                f"{prefix}rotation is for vectors of 4 bits, and kv_cache_dtype "
+                "'int8:fp8_e4m3' has none",
+            )
+            for kind, prefix in (("cache", ""), ("engine", "kv_cache_"))
+        ),
+        ("cache", {"dtype": "int8"}, f"dtype must be one of {DTYPES}, got 'int8'"),
+        (
+            "cache",
+            {"skip_layers": (0, 2, 7)},
+            "skip_layers [2, 7] are outside the cache's 2 layers",
+        ),
+        (
+            "cache",
+            {"kv_cache_dtype": "int8:int4", "head_dim": 7},
+            "head_dim 7 must be even for vectors of 4 bits",
+        ),
+        (
+            "cache",
+            {"kv_scales": ((1.0, 1.0),)},
+            "kv_scales has 1 entries for 2 layers",
+        ),
+        (
+            "cache",
+            {"kv_cache_dtype": "int8:fp8_e5m2_static", "kv_scales": ((1.0, 2.0), None)},
+            "kv_cache_dtype 'int8:fp8_e5m2_static' needs calibrated scales, and layers "
+            "[1] have none: skip those layers, or take a format that computes its "
+            "scales",
         ),
         (
             "engine",
@@ -320,6 +381,99 @@ def test_bytes_of_a_cache(dtype, bytes_per_element):
     assert config.bytes_per_token == 2 * 3 * 2 * 8 * bytes_per_element
     assert config.bytes_per_block == 4 * config.bytes_per_token
     assert config.total_bytes == 10 * config.bytes_per_block
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "head_dim", "expected"),
+    [
+        ("bfloat16", 128, 256),
+        ("int8", 128, 132),
+        ("fp8_e4m3", 128, 132),
+        ("fp8_e5m2", 128, 132),
+        ("int4", 128, 72),
+        ("int4_asymmetric", 128, 80),
+        ("int8", 64, 68),
+        ("fp8_e4m3", 64, 68),
+        ("int4", 64, 36),
+        ("int4_asymmetric", 64, 40),
+        ("int4", 80, 40 + 3 * 2),  # groups of 32, 32 and 16
+        ("int4", 96, 48 + 3 * 2),
+        ("int4_asymmetric", 80, 40 + 3 * 4),
+    ],
+)
+def test_bytes_of_a_vector_count_its_scales(kv_cache_dtype, head_dim, expected):
+    config = cache_config(kv_cache_dtype=kv_cache_dtype, head_dim=head_dim)
+    both = 2
+    assert config.bytes_per_token == both * 2 * 2 * expected
+    # What issue 5 asks for, against bfloat16.
+    if head_dim == 128:
+        smallest = {"bfloat16": 1, "int4": 3.5, "int4_asymmetric": 3.2}
+        assert 256 / expected >= smallest.get(kv_cache_dtype, 1.93)
+
+
+def test_b147_bytes_of_low_bit_llama_3_8b():
+    sizes = {
+        name: CacheConfig(
+            num_layers=32,
+            num_kv_heads=8,
+            head_dim=128,
+            num_blocks=2,
+            kv_cache_dtype=name,
+        ).bytes_per_token
+        for name in ("bfloat16", "int8", "int4", "int8:int4")
+    }
+    assert sizes == {
+        "bfloat16": 131_072,
+        "int8": 2 * 32 * 8 * 132,
+        "int4": 2 * 32 * 8 * 72,
+        "int8:int4": 32 * 8 * (132 + 72),
+    }
+
+
+def test_formats_of_keys_and_values_of_each_layer():
+    config = cache_config(
+        num_layers=3,
+        kv_cache_dtype="int4:fp8_e4m3_static",
+        dtype="bfloat16",
+        skip_layers=(1,),
+        rotation=True,
+        kv_scales=((0.5, 2.0), None, (0.25, 3.0)),
+    )
+    keys = KVFormat("int4", is_rotated=True)
+    assert config.formats == (
+        (keys, KVFormat("fp8_e4m3_static", scale=2.0)),
+        (KVFormat("bfloat16"), KVFormat("bfloat16")),
+        (keys, KVFormat("fp8_e4m3_static", scale=3.0)),
+    )
+    assert config.bytes_per_token == 2 * (2 * (4 + 2) + 2 * 8 + 2 * 8 * 2)
+
+
+def test_auto_is_the_models_dtype_for_one_side_too():
+    config = cache_config(kv_cache_dtype="int8:auto", dtype="float16")
+    assert config.formats[0] == (KVFormat("int8"), KVFormat("float16"))
+
+
+def test_pools_whose_bytes_mean_something_else_have_other_roots():
+    changes = [
+        {},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "int4"},
+        {"kv_cache_dtype": "int4:int8"},
+        {"kv_cache_dtype": "int8:int4"},
+        {"kv_cache_dtype": "int4", "rotation": True},
+        {"kv_cache_dtype": "int4", "skip_layers": (0,)},
+        {"kv_cache_dtype": "int4", "skip_layers": (1,)},
+        {"kv_cache_dtype": "int4", "skip_layers": (1,), "dtype": "float16"},
+        {"kv_cache_dtype": "fp8_e4m3_static", "kv_scales": ((0.5, 0.5),) * 2},
+        {"kv_cache_dtype": "fp8_e4m3_static", "kv_scales": ((0.5, 0.25),) * 2},
+        {"block_size": 8},
+        {"head_dim": 16},
+        {"num_kv_heads": 4},
+        {"num_layers": 3},
+    ]
+    roots = [cache_config(**change).block_root for change in changes]
+    assert len(set(roots)) == len(changes)
+    assert cache_config(num_blocks=9).block_root == roots[0]
 
 
 # JSON

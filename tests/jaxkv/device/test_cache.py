@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from jaxkv import CacheConfig, copy_blocks, init_cache, write_kv
-from jaxkv.device.cache import fill_blocks
+from jaxkv.device.cache import gather_blocks, poison_blocks, scatter_blocks
+from jaxkv.device.codec import Quantized, decode
 from tests.helpers import cache_config
+from tests.low_bit import LOW_BIT, MIXED, decoded
 
 
 def filled_cache(config, seed=0):
@@ -15,6 +17,34 @@ def filled_cache(config, seed=0):
     return jax.tree.map(
         lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), init_cache(config)
     )
+
+
+FORMATS = (*LOW_BIT, *MIXED)
+
+
+def low_bit_config(kv_cache_dtype, **changes):
+    return cache_config(
+        kv_cache_dtype=kv_cache_dtype, kv_scales=((2.0, 4.0), (3.0, 1.5)), **changes
+    )
+
+
+def vectors_of_all_slots(config):
+    """Keys and values whose sizes differ by slot and head, from 1 to 100."""
+    num_slots = config.num_blocks * config.block_size
+    k, v = new_tokens(num_slots, config)
+    sizes = np.random.default_rng(2).permutation(num_slots * config.num_kv_heads)
+    sizes = 10 ** (2 * sizes / len(sizes)).reshape(num_slots, -1, 1)
+    return np.asarray(k) * sizes, np.asarray(v) * sizes[::-1]
+
+
+def written_cache(config):
+    """A cache each of whose slots was written."""
+    k, v = (jnp.asarray(x, jnp.float32) for x in vectors_of_all_slots(config))
+    cache = init_cache(config)
+    slots = jnp.arange(len(k), dtype=jnp.int32)
+    for layer in range(config.num_layers):
+        cache = write_kv(cache, layer, k, v, slots)
+    return cache
 
 
 def new_tokens(count, config, seed=1):
@@ -86,17 +116,81 @@ def test_copy_blocks_reads_everything_before_it_writes():
             np.testing.assert_array_equal(y[3:], x[3:])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_fill_blocks_overwrites_the_named_blocks_of_every_layer(dtype):
-    before = filled_cache(cache_config(kv_cache_dtype=dtype))
-    block_ids = jnp.asarray([2, 5, 2], jnp.int32)
-    after = fill_blocks(before, block_ids, jnp.float32(jnp.nan))
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_poisoned_blocks_are_nan_in_every_layer_and_no_others(dtype):
+    before = written_cache(low_bit_config(dtype))
+    after = poison_blocks(before, jnp.asarray([2, 5, 2], jnp.int32))
+    assert jax.tree.structure(before) == jax.tree.structure(after)
     for old, new in zip(before.layers, after.layers, strict=True):
         for x, y in zip(old, new, strict=True):
-            assert y.dtype == dtype
-            assert jnp.isnan(y[jnp.asarray([2, 5])]).all()
-            kept = jnp.asarray([0, 1, 3, 4])
-            np.testing.assert_array_equal(y[kept], x[kept])
+            x, y = (np.asarray(decode(stored)) for stored in (x, y))
+            assert np.isnan(y[[2, 5]]).all()
+            np.testing.assert_array_equal(y[[0, 1, 3, 4]], x[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_low_bit_cache_takes_the_bytes_its_config_says(dtype, head_dim):
+    config = low_bit_config(dtype, head_dim=head_dim, skip_layers=(1,))
+    cache = init_cache(config)
+    assert sum(x.nbytes for x in jax.tree.leaves(cache)) == config.total_bytes
+    assert (cache.num_blocks, cache.block_size) == (6, 4)
+    assert {x.dtype for x in cache.layers[1]} == {jnp.dtype("bfloat16")}
+    assert any(isinstance(x, Quantized) for x in cache.layers[0])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_pool_filled_to_the_last_slot_gives_back_every_vector(dtype, head_dim):
+    """Vectors of very different sizes, so that a neighbour's scale would show."""
+    config = low_bit_config(dtype, head_dim=head_dim, skip_layers=(1,))
+    k, v = vectors_of_all_slots(config)
+    cache = written_cache(config)
+    for layer in cache.layers:
+        for stored, new in zip(layer, (k, v), strict=True):
+            by_block = new.reshape(6, 4, 2, head_dim).swapaxes(1, 2)
+            size = np.abs(by_block).max(-1, keepdims=True)
+            error = np.abs(decoded(stored) - by_block) / size
+            assert error.max() < 0.15
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_b60_whatever_moves_a_block_moves_its_scales(dtype):
+    """Copied, and swapped out and in elsewhere: the same bytes of every array."""
+    config = low_bit_config(dtype)
+    cache = written_cache(config)
+    before = jax.tree.map(np.array, cache)
+    content = gather_blocks(cache, jnp.asarray([3, 1], jnp.int32))
+    cache = copy_blocks(
+        cache, jnp.asarray([4, 0], jnp.int32), jnp.asarray([5, 0], jnp.int32)
+    )
+    cache = scatter_blocks(cache, content, jnp.asarray([2, 0], jnp.int32))
+    leaves = zip(jax.tree.leaves(before), jax.tree.leaves(cache), strict=True)
+    for old, new in leaves:
+        np.testing.assert_array_equal(new[5], old[4])
+        np.testing.assert_array_equal(new[2], old[3])
+        np.testing.assert_array_equal(new[jnp.asarray([1, 3, 4])], old[[1, 3, 4]])
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_write_of_low_bit_vectors_changes_its_slots_only(dtype):
+    config = low_bit_config(dtype)
+    cache = written_cache(config)
+    before = jax.tree.map(np.array, cache)
+    k, v = new_tokens(2, config, seed=5)
+    after = write_kv(cache, 1, 1e3 * k, 1e3 * v, jnp.asarray([9, 22], jnp.int32))
+    for index in (0, 1):
+        pairs = zip(
+            jax.tree.leaves(before.layers[index]),
+            jax.tree.leaves(after.layers[index]),
+            strict=True,
+        )
+        for old, new in pairs:
+            changed = (np.asarray(new) != old).reshape(6, 2, 4, -1).any(axis=(1, 3))
+            expected = [(2, 1), (5, 2)] if index == 1 else []
+            assert [tuple(place) for place in np.argwhere(changed)] == expected or (
+                set(map(tuple, np.argwhere(changed))) < set(expected)
+            )
 
 
 def test_a_donated_cache_is_updated_in_place_and_gone():
