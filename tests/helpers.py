@@ -3,11 +3,13 @@
 import dataclasses
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.config import NULL_BLOCK, CacheConfig
-from jaxkv.device.cache import KVCache, LayerKV
+from jaxkv.device.cache import KVCache, LayerKV, init_cache, write_kv
+from tests.low_bit import decoded
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -95,6 +97,54 @@ def random_paged_case(workload, seed=0, dtype="float32", unused=np.nan):
         keys=keys,
         values=values,
     )
+
+
+def low_bit_paged_case(
+    workload, kv_cache_dtype, *, rotation=False, seed=0, unused=np.nan
+):
+    """Build a case whose keys and values were written in a low-bit format.
+
+    Scales of slots that no token was written to are `unused`, and codes random.
+    """
+    case = random_paged_case(workload, seed)
+    rng = np.random.default_rng(seed + 1)
+    num_blocks, kv_heads, block_size, head_dim = case.cache.layers[0].k.shape
+    cache = init_cache(
+        CacheConfig(
+            num_layers=1,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype,
+            rotation=rotation,
+            kv_scales=((0.02, 0.03),),
+        )
+    )
+    cache = jax.tree.map(
+        lambda x: (
+            jnp.full_like(x, unused)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            else jnp.asarray(rng.integers(0, 100, x.shape), x.dtype)
+        ),
+        cache,
+    )
+    k, v = np.concatenate(case.keys), np.concatenate(case.values)
+    # Sizes differ from token to token, so that a neighbour's scale would show.
+    sizes = 10 ** rng.uniform(-1, 1, (2, len(k), 1, 1)).astype(np.float32)
+    slots = [
+        table[np.arange(len(keys)) // block_size] * block_size
+        + np.arange(len(keys)) % block_size
+        for table, keys in zip(case.block_tables, case.keys, strict=False)
+    ]
+    cache = jax.jit(write_kv, static_argnums=1)(
+        cache, 0, k * sizes[0], v * sizes[1], np.concatenate(slots).astype(np.int32)
+    )
+    keys, values = (
+        [decoded(stored)[row // block_size, :, row % block_size] for row in slots]
+        for stored in cache.layers[0]
+    )
+    return dataclasses.replace(case, cache=cache, keys=keys, values=values)
 
 
 def dense_attention(case, *, scale=None, window=None, soft_cap=None):

@@ -28,7 +28,8 @@ def stored_codes(stored):
         return codes.view(FLOAT8[name.split("_")[1]]).astype(np.float64)
     halves = np.stack([codes & 15, codes >> 4], axis=-1).astype(np.int64)
     halves = np.where(halves >= 8, halves - 16, halves)
-    return halves.reshape(*codes.shape[:-1], -1).astype(np.float64)
+    shape = (*codes.shape[:-1], 2 * codes.shape[-1])
+    return halves.reshape(shape).astype(np.float64)
 
 
 def of_elements(of_groups, head_dim):
@@ -37,6 +38,7 @@ def of_elements(of_groups, head_dim):
     return wide[..., np.arange(head_dim) // 32]
 
 
+@np.errstate(invalid="ignore")  # unwritten slots may have scales that are infinite
 def decoded(stored):
     """Return the vectors that were stored, float64; rotated ones rotated back."""
     if not isinstance(stored, Quantized):

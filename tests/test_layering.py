@@ -16,12 +16,19 @@ OURS = {*PACKAGES, "tests"}
 # fits an importing module decides; a name allows everything under it.
 ALLOWED = {
     "jaxkv": ("jaxkv",),
-    "jaxkv.config": (),
+    "jaxkv.kv_format": (),
+    "jaxkv.config": ("jaxkv.kv_format",),
     "jaxkv.host": ("jaxkv.config", "jaxkv.host"),
-    "jaxkv.device": ("jaxkv.config", "jaxkv.device"),
-    "jaxkv.device.attention": ("jaxkv.config", "jaxkv.device", "pallas_kernels"),
+    "jaxkv.device": ("jaxkv.config", "jaxkv.kv_format", "jaxkv.device"),
+    "jaxkv.device.attention": (
+        "jaxkv.config",
+        "jaxkv.kv_format",
+        "jaxkv.device",
+        "pallas_kernels",
+    ),
     "jaxkv.engine": (
         "jaxkv.config",
+        "jaxkv.kv_format",
         "jaxkv.host",
         "jaxkv.device",
         "jaxkv.engine",

@@ -301,7 +301,8 @@ def _over_groups(
     *leading, head_dim = x.shape
     padding = [(0, 0)] * len(leading) + [(0, -head_dim % GROUP_SIZE)]
     padded = jnp.pad(x, padding, constant_values=fill)
-    return reduce(padded.reshape(*leading, -1, GROUP_SIZE), axis=-1)
+    grouped = padded.reshape(*leading, num_groups(head_dim), GROUP_SIZE)
+    return reduce(grouped, axis=-1)
 
 
 def _spread(
@@ -330,7 +331,8 @@ def _unpack(packed: UInt8[Array, "*leading bytes"]) -> Int8[Array, "*leading hea
     both = lax.bitcast_convert_type(packed, jnp.int8)
     low = lax.shift_right_arithmetic(lax.shift_left(both, jnp.int8(4)), jnp.int8(4))
     high = lax.shift_right_arithmetic(both, jnp.int8(4))
-    return jnp.stack([low, high], axis=-1).reshape(*packed.shape[:-1], -1)
+    *leading, num_bytes = packed.shape
+    return jnp.stack([low, high], axis=-1).reshape(*leading, 2 * num_bytes)
 
 
 def _rotate(x: Float[Array, "*leading head_dim"]) -> Float[Array, "*leading head_dim"]:

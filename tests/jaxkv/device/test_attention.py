@@ -9,7 +9,14 @@ import pytest
 from jaxkv import KVCache, LayerKV, paged_attention
 from jaxkv.device import attention as attention_module
 from pallas_kernels import target
-from tests.helpers import TOLERANCE, Workload, dense_attention, random_paged_case
+from tests.helpers import (
+    TOLERANCE,
+    Workload,
+    dense_attention,
+    low_bit_paged_case,
+    random_paged_case,
+)
+from tests.low_bit import LOW_BIT, MIXED
 
 # Lengths straddle blocks (8), query tiles (32) and key tiles (64 and 128).
 WORKLOADS = [
@@ -69,6 +76,50 @@ def test_low_precision_caches_are_read_as_stored(dtype):
     # The keys in the case are already rounded, so float32's tolerance holds.
     expected, _ = dense_attention(case)
     np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"], rtol=0)
+
+
+LOW_BIT_WORKLOADS = [
+    Workload(rows=((1, 127), (1, 1), (1, 129), (0, 0), (1, 64)), head_dim=64),
+    Workload(rows=((40, 40), (1, 65), (3, 129), (1, 5)), head_dim=80, padding_tokens=3),
+    Workload(rows=((33, 70), (2, 9)), q_heads=6, kv_heads=2, head_dim=96),
+]
+LARGEST_VALUE = 40.0
+"""About the largest value in such a case; outputs are as large."""
+
+
+@pytest.mark.parametrize("workload", LOW_BIT_WORKLOADS, ids=lambda w: w.name)
+@pytest.mark.parametrize("kv_cache_dtype", [*LOW_BIT, *MIXED])
+def test_low_bit_caches_are_read_as_stored(kv_cache_dtype, workload):
+    check_low_bit(low_bit_paged_case(workload, kv_cache_dtype), "xla")
+
+
+@pytest.mark.parametrize("kv_cache_dtype", [*LOW_BIT, *MIXED])
+def test_the_reference_reads_low_bit_caches_too(kv_cache_dtype):
+    check_low_bit(low_bit_paged_case(LOW_BIT_WORKLOADS[2], kv_cache_dtype), "reference")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kv_cache_dtype", ["int4", "int4_asymmetric:int8"])
+def test_rotated_keys_and_values_are_read_as_stored(kv_cache_dtype, implementation):
+    case = low_bit_paged_case(LOW_BIT_WORKLOADS[2], kv_cache_dtype, rotation=True)
+    check_low_bit(case, implementation)
+
+
+def check_low_bit(case, implementation):
+    out, lse = run(case, implementation)
+    expected_out, expected_lse = dense_attention(case)
+    atol = LARGEST_VALUE * TOLERANCE["float32"]
+    np.testing.assert_allclose(out, expected_out, atol=atol, rtol=0)
+    np.testing.assert_allclose(lse, expected_lse, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("unused", [np.nan, np.inf])
+@pytest.mark.parametrize("kv_cache_dtype", LOW_BIT)
+def test_scales_of_unused_slots_do_not_matter(kv_cache_dtype, unused):
+    workload = Workload(rows=((1, 9), (3, 7)), head_dim=80)
+    dirty, _ = run(low_bit_paged_case(workload, kv_cache_dtype, unused=unused))
+    clean, _ = run(low_bit_paged_case(workload, kv_cache_dtype, unused=1.0))
+    np.testing.assert_array_equal(dirty, clean)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
