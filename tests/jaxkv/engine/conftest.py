@@ -28,8 +28,8 @@ class TinyModel:
     The runner's cache is not emptied between engines: what it holds must not matter.
     """
 
-    def __init__(self):
-        self.params, self.config = tiny_llama(eos_token_ids=(7,))
+    def __init__(self, kv_cache_dtype="float32", head_dim=8, **cache_changes):
+        self.params, self.config = tiny_llama(eos_token_ids=(7,), head_dim=head_dim)
         self.runner = ModelRunner(
             self.params,
             self.config,
@@ -39,7 +39,9 @@ class TinyModel:
                 head_dim=self.config.head_dim,
                 num_blocks=NUM_BLOCKS,
                 block_size=CONFIG.block_size,
-                kv_cache_dtype="float32",
+                kv_cache_dtype=kv_cache_dtype,
+                dtype="float32",
+                **cache_changes,
             ),
             num_token_ids=self.config.vocab_size,
             attention_implementation="xla",

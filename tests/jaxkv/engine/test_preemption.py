@@ -14,6 +14,7 @@ from jaxkv.engine.runner import ModelRunner
 from jaxkv.testing import scripted_engine, tiny_llama
 from tests.helpers import cache_config, run_engine, token_ids
 from tests.jaxkv.engine.conftest import CONFIG
+from tests.low_bit import LOW_BIT, MIXED
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 WAYS = [
@@ -104,12 +105,15 @@ def test_a_pool_hardly_larger_than_one_request_serves_sixteen(policy, how):
 
 
 def filled(config, seed):
-    """A cache of random values in all slots."""
-    keys = iter(jax.random.split(jax.random.key(seed), 2 * config.num_layers))
-    return jax.tree.map(
-        lambda x: jax.random.normal(next(keys), x.shape, jnp.float32).astype(x.dtype),
-        init_cache(config),
-    )
+    """A cache of random values in all slots, scales included."""
+    rng = np.random.default_rng(seed)
+
+    def fill(x):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+        return jnp.asarray(rng.integers(-128, 128, x.shape).astype(x.dtype))
+
+    return jax.tree.map(fill, init_cache(config))
 
 
 def make_runner(config, cache):
@@ -127,10 +131,17 @@ def blocks_of(cache, block_ids):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(content)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("num_blocks", [1, 7, 8, 11, 17])
+@pytest.mark.parametrize(
+    ("dtype", "num_blocks"),
+    [
+        *((dtype, 11) for dtype in ("bfloat16", "float16", *LOW_BIT, *MIXED)),
+        *(("float32", num_blocks) for num_blocks in (1, 7, 8, 11, 17)),
+    ],
+)
 def test_a_swap_there_and_back_is_bit_exact_to_other_blocks(dtype, num_blocks):
-    config = cache_config(num_blocks=60, kv_cache_dtype=dtype)
+    config = cache_config(
+        num_blocks=60, kv_cache_dtype=dtype, kv_scales=((1.0, 2.0),) * 2
+    )
     before = filled(config, 0)
     sources = list(range(1, num_blocks + 1))
     targets = list(range(40, 40 + num_blocks))
