@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxkv.kv_format import KV_FORMATS, has_static_scale
+
 GIB = 2**30
 
 
@@ -93,6 +95,26 @@ def _add_generate(commands: Any) -> None:
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
         help="of the arithmetic (auto: the checkpoint's)",
+    )
+    engine.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        metavar="FORMAT",
+        help="of stored K and V, or K:V: auto (the arithmetic's), "
+        f"{', '.join(KV_FORMATS)}",
+    )
+    engine.add_argument(
+        "--kv-cache-rotation",
+        action="store_true",
+        help="rotate K and V that are stored in 4 bits",
+    )
+    engine.add_argument(
+        "--kv-cache-skip-layers",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="LAYER",
+        help="layers whose K and V keep the arithmetic's dtype",
     )
     engine.add_argument("--num-blocks", type=int, help="blocks in the KV pool")
     engine.add_argument("--block-size", type=int, default=16, help="(%(default)s)")
@@ -217,13 +239,14 @@ def _info(arguments: argparse.Namespace) -> None:
     num_params = sum(math.prod(shape) for shape in param_shapes(config).values())
     element = 4 if config.dtype == "float32" else 2
 
-    def bytes_per_token(dtype: str) -> int:
+    def bytes_per_token(name: str) -> int:
         return CacheConfig(
             num_layers=config.num_hidden_layers,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             num_blocks=2,
-            kv_cache_dtype=dtype,
+            kv_cache_dtype=name,
+            kv_scales=config.kv_scales,
         ).bytes_per_token
 
     facts = {
@@ -233,7 +256,9 @@ def _info(arguments: argparse.Namespace) -> None:
         "tokenizer_token_ids": tokenizer.num_token_ids if tokenizer else None,
         "chat_template": bool(tokenizer and tokenizer.chat_template),
         "kv_bytes_per_token": {
-            dtype: bytes_per_token(dtype) for dtype in ("bfloat16", "float32")
+            name: bytes_per_token(name)
+            for name in KV_FORMATS
+            if not has_static_scale(name) or all(config.kv_scales or [None])
         },
     }
     if arguments.json:
@@ -248,9 +273,9 @@ def _info(arguments: argparse.Namespace) -> None:
     print(f"  {_describe_kv_scales(config)}")
     print(f"  tokenizer: {facts['tokenizer_token_ids'] or 'none'} token ids")
     print(f"  chat template: {'yes' if facts['chat_template'] else 'no'}")
-    for dtype, size in per_token.items():
+    for name, size in per_token.items():
         print(
-            f"  KV cache in {dtype}: {size:,} bytes a token, {size * 16:,} a block of "
+            f"  KV cache in {name}: {size:,} bytes a token, {size * 16:,} a block of "
             f"16, {GIB // size:,} tokens a GiB"
         )
 
@@ -280,6 +305,9 @@ def _generate(arguments: argparse.Namespace) -> None:
     llm = LLM(
         arguments.checkpoint,
         dtype=arguments.dtype,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        kv_cache_rotation=arguments.kv_cache_rotation,
+        kv_cache_skip_layers=tuple(arguments.kv_cache_skip_layers),
         num_blocks=arguments.num_blocks,
         block_size=arguments.block_size,
         max_model_len=arguments.max_model_len,

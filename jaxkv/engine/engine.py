@@ -5,6 +5,7 @@ around it: what the user gave, what was generated, what is to be reported.
 """
 
 import dataclasses
+import logging
 import operator
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ from jaxkv.host.request import CacheKey, Request, SamplingParams
 from jaxkv.host.schedule import Schedule
 from jaxkv.host.scheduler import Scheduler
 
+_LOGGER = logging.getLogger(__name__)
 # Where nothing was measured: GB a second, and tokens a second.
 _SWAP_BANDWIDTH = 10.0
 _PREFILL_RATE = 10_000.0
@@ -149,6 +151,7 @@ class Engine:
             num_blocks = choose_num_blocks(cache_config, config, max_model_len)
             cache_config = dataclasses.replace(cache_config, num_blocks=num_blocks)
         check_fits(cache_config)
+        _report_unused_scales(cache_config)
         vocab_size = model_config.vocab_size
         limits = EngineLimits(
             num_blocks=cache_config.num_blocks,
@@ -488,6 +491,22 @@ class Engine:
         for child in record.children:
             del self._by_child[child.request_id]
             self._keys.pop(child.request_id, None)
+
+
+def _report_unused_scales(cache_config: CacheConfig) -> None:
+    """Name the calibrated scales that the formats have no use for."""
+    unused = [
+        f"{name}_scale of layer {layer}"
+        for layer, scales in enumerate(cache_config.kv_scales)
+        for name, kv_format in zip(("k", "v"), cache_config.formats[layer], strict=True)
+        if scales is not None and kv_format.scale is None
+    ]
+    if unused:
+        _LOGGER.warning(
+            "kv_cache_dtype %r does not use calibrated scales of the model: %s",
+            cache_config.kv_cache_dtype,
+            ", ".join(unused),
+        )
 
 
 def _max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:

@@ -40,10 +40,30 @@ def test_generate_reads_prompts_from_standard_input(checkpoint, capsys, monkeypa
     assert out.index("> one") < out.index("> two")
 
 
+def test_generate_with_a_low_bit_cache(checkpoint, capsys):
+    options = ["--kv-cache-dtype", "int4:int8", "--kv-cache-rotation"]
+    options += ["--kv-cache-skip-layers", "0", "--stats"]
+    arguments = ["-p", "first", "--max-tokens", "2", *options]
+    assert main(["generate", str(checkpoint), *arguments, *LIMITS]) == 0
+    heads = 2
+    first = heads * (4 * 4 + 4 * 4)
+    second = heads * (2 + 2 + 4 + 4)
+    assert f"({first + second} bytes a token)" in capsys.readouterr().out
+
+
 def test_info_says_what_a_token_costs(checkpoint, capsys):
     assert main(["info", str(checkpoint), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["kv_bytes_per_token"] == {"bfloat16": 64, "float32": 128}
+    assert facts["kv_bytes_per_token"] == {
+        "float32": 128,
+        "bfloat16": 64,
+        "float16": 64,
+        "int8": 64,
+        "fp8_e4m3": 64,
+        "fp8_e5m2": 64,
+        "int4": 32,
+        "int4_asymmetric": 48,
+    }
     assert facts["tokenizer_token_ids"] == 258
     assert facts["vocab_size"] == 264
     assert facts["chat_template"] is True
@@ -95,6 +115,14 @@ def test_convert_and_export_are_a_round_trip(checkpoint, tmp_path, capsys):
         (["generate", "{}", "-p", ""], "the prompt is empty"),
         (["generate", "{}", "-p", "x" * 128], "max_model_len is 128"),
         (["generate", "{}", "-p", "x", "--temperature", "-1"], "temperature must be"),
+        (
+            ["generate", "{}", "-p", "x", "--kv-cache-dtype", "int2"],
+            "kv_cache_dtype must be one of",
+        ),
+        (
+            ["generate", "{}", "-p", "x", "--kv-cache-dtype", "fp8_e4m3_static"],
+            "kv_cache_dtype 'fp8_e4m3_static' needs calibrated scales",
+        ),
         (["generate", "{}", "-p", "x", "--top-p", "0"], "top_p must be in"),
         (["generate", "{}", "-p", "x", "--max-tokens", "0"], "max_tokens must be"),
         (["generate", "{}", "-p", "x", "--system", "y"], "--system needs --chat"),

@@ -182,6 +182,24 @@ def test_calibrated_scales_are_those_of_the_checkpoint():
         engine_of(params, model_config, kv_cache_dtype="fp8_e4m3_static")
 
 
+def test_b64_calibrated_scales_that_are_not_used_are_named(caplog):
+    params, model_config = tiny_llama(kv_scales=((0.5, 0.25), (1.0, 2.0)))
+    engine_of(
+        params,
+        model_config,
+        kv_cache_dtype="fp8_e4m3_static:int8",
+        kv_cache_skip_layers=(1,),
+    )
+    (message,) = caplog.messages
+    assert message == (
+        "kv_cache_dtype 'fp8_e4m3_static:int8' does not use calibrated scales of the "
+        "model: v_scale of layer 0, k_scale of layer 1, v_scale of layer 1"
+    )
+    caplog.clear()
+    engine_of(params, model_config, kv_cache_dtype="fp8_e5m2_static")
+    assert not caplog.messages
+
+
 def test_blocks_of_other_formats_have_other_digests():
     params, model_config = tiny_llama()
     digests = set()
