@@ -54,13 +54,18 @@ class Tiny(NamedTuple):
 
 @pytest.fixture(scope="module", params=DTYPES, ids=dtypes_id)
 def tiny(request):
-    weights_dtype, pool_dtype = request.param
-    params, config = tiny_llama(num_hidden_layers=LAYERS, dtype=weights_dtype)
+    return make_tiny(*request.param)
+
+
+def make_tiny(weights_dtype, pool_dtype, head_dim=8, num_blocks=1024):
+    params, config = tiny_llama(
+        num_hidden_layers=LAYERS, dtype=weights_dtype, head_dim=head_dim
+    )
     cache_config = CacheConfig(
         num_layers=LAYERS,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        num_blocks=1024,
+        num_blocks=num_blocks,
         block_size=16,
         kv_cache_dtype=pool_dtype,
     )
@@ -74,7 +79,7 @@ def tiny(request):
     builder = BatchBuilder(
         buckets=(DECODE, PREFILL),
         block_size=16,
-        num_blocks=1024,
+        num_blocks=num_blocks,
         max_model_len=128,
         vocab_size=config.vocab_size,
     )
@@ -98,6 +103,22 @@ def test_a_compiled_decode_step_writes_every_pool_in_place_and_copies_none(tiny)
 @pytest.mark.parametrize("tiny", DTYPES[:1], indirect=True, ids=dtypes_id)
 def test_a_compiled_prefill_step_writes_every_pool_in_place_and_copies_none(tiny):
     check_compiled_step(tiny, PREFILL)
+
+
+@pytest.mark.parametrize("bucket", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    "pool_dtype", ["int8", "fp8_e4m3:int4", "int4_asymmetric:float32"]
+)
+def test_a_compiled_step_makes_no_array_of_a_low_bit_pools_size(pool_dtype, bucket):
+    """No float copy of codes above all, and none of the scales either."""
+    tiny = make_tiny("float32", pool_dtype, head_dim=32, num_blocks=8192)
+    tiny.runner.compile([tiny.builder.empty(bucket)])
+    compiled = tiny.runner._executables[bucket]
+    smallest = min(x.size for x in jax.tree.leaves(tiny.runner._cache))
+    assert pool_use(compiled.as_text(), smallest).made == []
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == tiny.cache_config.total_bytes
+    assert memory.temp_size_in_bytes < tiny.cache_config.total_bytes / (2 * LAYERS)
 
 
 def decode_batch(builder, position):
