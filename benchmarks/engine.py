@@ -33,6 +33,8 @@ def main() -> None:
     llm = LLM(
         arguments.checkpoint,
         dtype=arguments.dtype,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        kv_cache_rotation=arguments.kv_cache_rotation,
         block_size=arguments.block_size,
         num_blocks=arguments.num_blocks,
         max_model_len=max(longest, 1024),
@@ -52,6 +54,9 @@ def main() -> None:
             "trace": f"{Path(arguments.trace).name}:{arguments.name}",
             "model": Path(arguments.checkpoint).name,
             "dtype": llm.engine.config.dtype,
+            "kv_cache_dtype": llm.engine.config.kv_cache_dtype,
+            "kv_cache_rotation": llm.engine.config.kv_cache_rotation,
+            "kv_bytes_per_token": llm.engine.limits.kv_bytes_per_token,
             "block_size": arguments.block_size,
             "prefix_caching": arguments.enable_prefix_caching,
             "one_at_a_time": arguments.one_at_a_time,
@@ -70,6 +75,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--trace", default=TRACE, help="a JSON file of traces")
     parser.add_argument("--name", default="mixed", help="which of them (%(default)s)")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="K and V, or K:V")
+    parser.add_argument("--kv-cache-rotation", action="store_true")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--num-blocks", type=int, default=1024)
     parser.add_argument("--max-num-seqs", type=int, default=32)
