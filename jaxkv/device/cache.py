@@ -59,9 +59,9 @@ def init_cache(
 
     Args:
         config: The cache's shape and formats.
-        sharding: Where each array lies; all begin with the axes [num_blocks, kv_heads,
-            block_size], of which `kv_heads` is the one to shard. None: JAX's default
-            device.
+        sharding: Where each array lies. All begin with the axes [num_blocks, kv_heads,
+            block_size], and scales of 8 bits have no more; `kv_heads` is the one to
+            shard. None: JAX's default device.
 
     Returns:
         A cache of `config.total_bytes` bytes.
