@@ -19,7 +19,7 @@ from jaxkv.device.codec import (
 from jaxkv.kv_format import KV_FORMATS, KVFormat, make_kv_format
 from tests.low_bit import LOW_BIT, decoded, of_elements, stored_codes
 
-HEAD_DIMS = [6, 32, 64, 80, 96, 128]
+HEAD_DIMS = [6, 80, 96, 128]
 FORMATS = [
     *(make_kv_format(name, False, 0.03) for name in LOW_BIT),
     KVFormat("int4", is_rotated=True),
@@ -72,7 +72,7 @@ def test_decoding_follows_the_documented_layout(kv_format, head_dim):
     assert (np.abs(got - expected) <= 2e-6 * largest).all()
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("name", LOW_BIT)
 def test_each_element_gets_the_nearest_code_of_its_scale(name, head_dim):
     """So scales are kept in the precision in which they were used."""
