@@ -133,7 +133,7 @@ def test_another_order_gives_the_same_tokens(smollm2):
     check_tokens(token_ids(outputs))
 
 
-LOW_BIT_TIES = {"int8": 1e-4, "fp8_e4m3": 1e-4, "int4": 1e-2}
+LOW_BIT_TIES = {"int8": 1e-4, "int4": 1e-2}
 """Two logits so near count as a tie, by the format of K and V."""
 
 
@@ -160,17 +160,17 @@ def test_low_bit_requests_alone_batched_and_chunked_give_the_same_tokens(
     kv_cache_dtype,
 ):
     smollm2 = SmolLM2(kv_cache_dtype, rotation=kv_cache_dtype == "int4")
-    cases = GOLDEN["cases"][::4]
-    expected = low_bit_outputs(smollm2.engine(), cases)
+    few_buckets = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    cases = [case for case in GOLDEN["cases"] if len(case["prompt"]) <= 256][::3]
+    expected = low_bit_outputs(smollm2.engine(**few_buckets), cases)
     alone = {}
-    for case in cases[:4]:
-        alone |= low_bit_outputs(smollm2.engine(enable_prefix_caching=False), [case])
-    ways = {"alone": alone}
-    for chunk in (37, 64):
-        engine = smollm2.engine(
-            long_prefill_token_threshold=chunk, max_num_partial_prefills=8
-        )
-        ways[f"in chunks of {chunk}"] = low_bit_outputs(engine, cases)
+    for case in cases[:3]:
+        engine = smollm2.engine(enable_prefix_caching=False, **few_buckets)
+        alone |= low_bit_outputs(engine, [case])
+    engine = smollm2.engine(
+        long_prefill_token_threshold=13, max_num_partial_prefills=8, **few_buckets
+    )
+    ways = {"alone": alone, "in chunks of 13": low_bit_outputs(engine, cases)}
     ties = []
     for way, outputs in ways.items():
         for name, (tokens, margins) in outputs.items():
