@@ -36,12 +36,14 @@ from pallas_kernels.mosaic import (
     TILE_KV,
     Registers,
     Ring,
+    Stored,
     check_supported,
     in_log2,
     produce,
     ring_scratch,
     wait_for_values,
 )
+from pallas_kernels.operands import Operand, operand_of
 from pallas_kernels.ragged import pack, query_tiles, unpack
 
 NUM_STAGES = 3
@@ -93,8 +95,8 @@ def max_tokens_per_tile(group: int, head_dim: int) -> int:
 
 def paged_decode(
     q: Float[Array, "tokens q_heads head_dim"],
-    k_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
-    v_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
+    k: Stored,
+    v: Stored,
     block_tables: Int32[Array, "rows width"],
     kv_lens: Int32[Array, " rows"],
     cu_q_lens: Int32[Array, " offsets"],
@@ -110,8 +112,8 @@ def paged_decode(
 
     Args:
         q: Queries, the rows' one after another, padding last.
-        k_blocks: One layer's keys.
-        v_blocks: One layer's values.
+        k: One layer's keys.
+        v: One layer's values.
         block_tables: Each row's blocks in order.
         kv_lens: Tokens each row attends to; at least its queries.
         cu_q_lens: Offsets of the rows' queries.
@@ -130,9 +132,10 @@ def paged_decode(
     Raises:
         NotImplementedError: See `check_supported`; or a tile would have too many lines.
     """
-    check_supported(q, k_blocks)
     tokens, q_heads, head_dim = q.shape
-    kv_heads, block_size = k_blocks.shape[1:3]
+    kv_heads, block_size = k.codes.shape[1:3]
+    check_supported(q, block_size)
+    keys, values = operand_of(k, q, "keys"), operand_of(v, q, "values")
     group = q_heads // kv_heads
     if tokens_per_tile > max_tokens_per_tile(group, head_dim):
         raise NotImplementedError(
@@ -142,7 +145,11 @@ def paged_decode(
     lines = -(-tokens_per_tile * group // 8) * 8  # a multiple of 8 for wgmma
     tiles = query_tiles(kv_lens, cu_q_lens, tokens, tokens_per_tile)
     packed = pack(
-        q, tiles, kv_heads=kv_heads, tokens_per_tile=tokens_per_tile, lines=lines
+        q.astype(keys.dtype),
+        tiles,
+        kv_heads=kv_heads,
+        tokens_per_tile=tokens_per_tile,
+        lines=lines,
     )
     num_tiles = packed.shape[0]
     if num_splits is None:
@@ -152,6 +159,7 @@ def paged_decode(
             max_tiles,
             programs_per_sm=programs_per_sm(lines, head_dim),
         )
+    num_stages = NUM_STAGES
     options = {} if interpret is None else {"interpret": interpret}
     outs, lses = plgpu.kernel(
         functools.partial(
@@ -161,7 +169,9 @@ def paged_decode(
             scale=scale,
             window=window,
             soft_cap=soft_cap,
-            is_simulated=interpret is not None,
+            keys=keys,
+            values=values,
+            registers=Registers(is_simulated=interpret is not None),
         ),
         out_type=(
             jax.ShapeDtypeStruct(
@@ -170,9 +180,16 @@ def paged_decode(
             jax.ShapeDtypeStruct((num_splits, num_tiles, kv_heads, lines), jnp.float32),
         ),
         scratch_types={
-            "ring": ring_scratch(NUM_STAGES, k_blocks),
-            "q_smem": plgpu.SMEM((lines, head_dim), q.dtype, transforms=SWIZZLED),
-            "weights_smem": plgpu.SMEM((lines, TILE_KV), q.dtype, transforms=SWIZZLED),
+            "ring": ring_scratch(
+                keys.stages(num_stages),
+                values.stages(num_stages),
+                block_size=block_size,
+            ),
+            "q_smem": plgpu.SMEM((lines, head_dim), keys.dtype, transforms=SWIZZLED),
+            "values_smem": values.tile(),
+            "weights_smem": plgpu.SMEM(
+                (lines, TILE_KV), values.dtype, transforms=SWIZZLED
+            ),
             "out_smem": plgpu.SMEM((head_dim, lines), jnp.float32),
             "lse_smem": plgpu.SMEM((lines,), jnp.float32),
             "q_ready": plgpu.Barrier(),
@@ -185,8 +202,8 @@ def paged_decode(
         **options,
     )(
         packed,
-        k_blocks,
-        v_blocks,
+        k,
+        v,
         block_tables,
         tiles.row,
         tiles.position,
@@ -205,8 +222,8 @@ def paged_decode(
 
 def _kernel(
     q_ref,
-    k_ref,
-    v_ref,
+    k: Stored,
+    v: Stored,
     tables_ref,
     rows_ref,
     positions_ref,
@@ -216,6 +233,7 @@ def _kernel(
     *,
     ring: Ring,
     q_smem,
+    values_smem,
     weights_smem,
     out_smem,
     lse_smem,
@@ -225,7 +243,9 @@ def _kernel(
     scale: float,
     window: int | None,
     soft_cap: float | None,
-    is_simulated: bool,
+    keys: Operand,
+    values: Operand,
+    registers: Registers,
 ):
     """One split of one query tile's keys, for one KV head; see the module's docstring.
 
@@ -246,21 +266,21 @@ def _kernel(
         plgpu.copy_gmem_to_smem(q_ref.at[tile, kv_head], q_smem, q_ready)
         produce(
             ring,
-            k_ref,
-            v_ref,
+            k,
+            v,
             tables_ref,
             row=rows_ref[tile],
             kv_head=kv_head,
             kv_end=kv_end,
             tiles=(first, num_tiles),
-            registers=Registers(is_simulated),
+            zero_from=functools.partial(values.zero_from, registers=registers),
         )
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _consume():
         head_dim, lines = out_smem.shape
         shape = (TILE_KV, lines)
-        registers = Registers(is_simulated)
+        num_stages = ring.k.codes.shape[0]
         # Lines past the row's end are clamped: they see no slot that holds nothing.
         last_visible = kv_end - 1
         if group is not None:
@@ -270,25 +290,28 @@ def _kernel(
 
         def one_tile(index, carry):
             top, total, acc = carry
-            stage = index % NUM_STAGES
+            stage = index % num_stages
             key = (first + index) * TILE_KV
             plgpu.barrier_wait(ring.k_ready.at[stage])
-            products = registers.product(shape, ring.k.at[stage], q_smem.T)
+            products = keys.products(ring.k.at(stage), q_smem, registers)
             scores = in_log2(products, scale, soft_cap)
             key_index = key + registers.iota(shape, 0)
             visible = key_index <= last_visible
             if window is not None:
                 visible &= key_index > last_visible - window
             scores = jnp.where(visible, scores, -jnp.inf)
-            new_top = jnp.maximum(top, scores.max(axis=0))
+            factors = values.factors(ring.v.at(stage), kv_end - key, registers)
+            new_top = jnp.maximum(top, highest(scores, factors))
             decay = jnp.exp2(top - new_top)
             weights = jnp.exp2(scores - _along_lines(new_top, shape))
             total = total * _along_lines(decay, total.shape) + weights
             acc = acc * _along_lines(decay, acc.shape)
-            registers.store_transposed(weights_smem, weights.astype(q_smem.dtype))
-            plgpu.commit_smem()
+            weights = weighted(weights, factors)
+            registers.store_transposed(weights_smem, weights.astype(values.dtype))
             wait_for_values(ring, stage, key=key, kv_end=kv_end)
-            acc = registers.add_product(acc, ring.v.at[stage].T, weights_smem.T)
+            operand = values.values(ring.v.at(stage), values_smem, registers)
+            plgpu.commit_smem()
+            acc = registers.add_product(acc, operand.T, weights_smem.T)
             plgpu.barrier_arrive(ring.free.at[stage])
             return new_top, total, acc
 
@@ -310,6 +333,24 @@ def _kernel(
         plgpu.copy_smem_to_gmem(out_smem, out_ref.at[split, tile, kv_head])
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[split, tile, kv_head])
         plgpu.wait_smem_to_gmem(0)
+
+
+def highest(scores, factors):
+    """Return each line's top score, raised so that no weight times factor exceeds 1.
+
+    So that they may be 16-bit floats whatever the size of the values is.
+    """
+    if factors is None:
+        return scores.max(axis=0)
+    logs = jnp.maximum(jnp.log2(factors), -100.0)
+    return (scores + lax.broadcast_in_dim(logs, scores.shape, [0])).max(axis=0)
+
+
+def weighted(weights, factors):
+    """Return the weights times each key's factor."""
+    if factors is None:
+        return weights
+    return weights * lax.broadcast_in_dim(factors, weights.shape, [0])
 
 
 def _along_lines(x, shape: tuple[int, ...]):

@@ -8,6 +8,7 @@ memory. A producer warpgroup fills stages and consumer warpgroups give them back
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,23 +21,35 @@ TILE_KV = 64
 LOG2_E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
 """The top score before any: a difference to it is never inf - inf."""
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def swizzled(row_bytes: int, bits: int) -> tuple[Any, ...]:
+    """Return how rows of so many bytes lie in shared memory, for wgmma and for copies.
+
+    Args:
+        row_bytes: A multiple of 32.
+        bits: Of an element.
+    """
+    swizzle = next(n for n in (128, 64, 32) if row_bytes % n == 0)
+    return (
+        plgpu.TilingTransform((8, swizzle * 8 // bits)),
+        plgpu.SwizzleTransform(swizzle),
+    )
+
+
+SWIZZLED = swizzled(128, 16)
 """How 16-bit operands of wgmma lie in shared memory."""
 
 
-def check_supported(q: jax.Array, k_blocks: jax.Array) -> None:
-    """Check that the kernels can do such a case.
+def check_supported(q: jax.Array, block_size: int) -> None:
+    """Check that the kernels can do such queries and blocks.
 
     Raises:
         NotImplementedError: They cannot; the message names what.
     """
-    block_size, head_dim = k_blocks.shape[2:]
+    head_dim = q.shape[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"queries of {q.dtype}: only bfloat16 and float16")
-    if k_blocks.dtype != q.dtype:
-        raise NotImplementedError(
-            f"a cache of {k_blocks.dtype} with queries of {q.dtype}"
-        )
     if head_dim not in (64, 128, 192, 256):
         raise NotImplementedError(f"head_dim {head_dim}: only 64, 128, 192 and 256")
     if block_size not in (8, 16, 32, 64, 128):
@@ -45,20 +58,39 @@ def check_supported(q: jax.Array, k_blocks: jax.Array) -> None:
         )
 
 
+class Stored(NamedTuple):
+    """Keys or values as the cache holds them: in a pool, in the ring or in a stage.
+
+    Attributes:
+        codes: [..., keys, n]; of a plain cache the vectors themselves.
+        scales: What codes are multiplied by, [..., keys] or [..., keys, groups]; None
+            if there are none.
+    """
+
+    codes: Any
+    scales: Any = None
+
+    def at(self, stage) -> "Stored":
+        """Return one stage of a ring."""
+        scales = None if self.scales is None else self.scales.at[stage]
+        return Stored(self.codes.at[stage], scales)
+
+
 class Ring(NamedTuple):
     """The stages of keys and values, and who may touch them.
 
     Attributes:
-        k: [num_stages, TILE_KV, head_dim] in shared memory.
+        k: `Stored` in shared memory, codes [num_stages, TILE_KV, n].
         v: Likewise.
-        k_ready: A barrier a stage, completed when its keys have arrived.
-        v_ready: Likewise.
+        k_ready: A barrier a stage, completed when its keys have arrived, and the scales
+            of keys and values.
+        v_ready: A barrier a stage, completed when its values' codes have arrived.
         free: A barrier a stage, completed when every consumer has given it back.
         zeroed: A barrier, completed when the last tile's unwritten values are zero.
     """
 
-    k: Any
-    v: Any
+    k: Stored
+    v: Stored
     k_ready: Any
     v_ready: Any
     free: Any
@@ -66,37 +98,37 @@ class Ring(NamedTuple):
 
 
 def ring_scratch(
-    num_stages: int, k_blocks: jax.Array, *, num_consumers: int = 1
+    k: Stored, v: Stored, *, block_size: int, num_consumers: int = 1
 ) -> Ring:
-    """Return the scratch types of a ring for such a pool."""
-    block_size, head_dim = k_blocks.shape[2:]
-    stages = plgpu.SMEM(
-        (num_stages, TILE_KV, head_dim), k_blocks.dtype, transforms=SWIZZLED
-    )
-    copies = TILE_KV // min(block_size, TILE_KV)
-    ready = plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages)
-    free = plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages)
+    """Return the scratch types of a ring whose stages are `k` and `v`."""
+    num_stages = k.codes.shape[0]
+    pieces = TILE_KV // min(block_size, TILE_KV)
+    with_keys = 1 + sum(side.scales is not None for side in (k, v))
+
+    def barriers(num_arrivals):
+        return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_stages)
+
     return Ring(
-        k=stages,
-        v=stages,
-        k_ready=ready,
-        v_ready=ready,
-        free=free,
+        k=k,
+        v=v,
+        k_ready=barriers(pieces * with_keys),
+        v_ready=barriers(pieces),
+        free=barriers(num_consumers),
         zeroed=plgpu.Barrier(),
     )
 
 
 def produce(
     ring: Ring,
-    k_ref,
-    v_ref,
+    k: Stored,
+    v: Stored,
     tables_ref,
     *,
     row,
     kv_head,
     kv_end,
     tiles,
-    registers: "Registers",
+    zero_from: Callable[[Stored, Any], None],
 ):
     """Fill the ring with the tiles [first, first + num) of a row's keys and values.
 
@@ -105,20 +137,26 @@ def produce(
 
     Args:
         ring: Its consumers give every stage back.
-        k_ref: [num_blocks, kv_heads, block_size, head_dim] in global memory.
-        v_ref: Likewise.
+        k: The pool in global memory, codes [num_blocks, kv_heads, block_size, n].
+        v: Likewise.
         tables_ref: [rows, width] block tables in global memory.
         row: Whose keys.
         kv_head: Which head's.
         kv_end: Keys from here on are not needed; their blocks are not read.
         tiles: (first, num).
-        registers: The producer's.
+        zero_from: Makes a stage of values harmless from a key on.
     """
     first, num_tiles = tiles
-    num_stages = ring.k.shape[0]
-    block_size = k_ref.shape[2]
+    num_stages = ring.k.codes.shape[0]
+    block_size = k.codes.shape[2]
     piece = min(block_size, TILE_KV)
     last_block = jnp.maximum(kv_end - 1, 0) // block_size
+    copied = [
+        (k.codes, ring.k.codes, ring.k_ready),
+        (k.scales, ring.k.scales, ring.k_ready),
+        (v.scales, ring.v.scales, ring.k_ready),
+        (v.codes, ring.v.codes, ring.v_ready),
+    ]
 
     def one_tile(index, carry):
         stage = index % num_stages
@@ -136,15 +174,15 @@ def produce(
             block = jnp.minimum((key + offset) // block_size, last_block)
             inside = (key + offset) % block_size if piece < block_size else 0
             sources.append((tables_ref[row, block], pl.ds(inside, piece), offset))
-        for pool, stages, ready in (
-            (k_ref, ring.k, ring.k_ready),
-            (v_ref, ring.v, ring.v_ready),
-        ):
+        for pool, stages, ready in copied:
+            if pool is None:
+                continue
             for block_id, keys, offset in sources:
                 plgpu.copy_gmem_to_smem(
                     pool.at[block_id, kv_head, keys],
                     stages.at[stage, pl.ds(offset, piece)],
                     ready.at[stage],
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
         return carry
 
@@ -162,7 +200,7 @@ def produce(
     @pl.when((num_tiles > 0) & ((first + num_tiles) * TILE_KV > kv_end))
     def _zero_unwritten_values():
         num_kept = kv_end - (first + num_tiles - 1) * TILE_KV
-        _zero_from(ring.v.at[(num_tiles - 1) % num_stages], num_kept, registers)
+        zero_from(ring.v.at((num_tiles - 1) % num_stages), num_kept)
         plgpu.commit_smem()
         plgpu.barrier_arrive(ring.zeroed)
 
@@ -180,17 +218,6 @@ def wait_for_values(ring: Ring, stage, *, key, kv_end) -> None:
     @pl.when(key + TILE_KV > kv_end)
     def _wait_for_zeros():
         plgpu.barrier_wait(ring.zeroed)
-
-
-def _zero_from(ref, num_kept, registers: "Registers") -> None:
-    """Zero the rows of a tile of values from `num_kept` on."""
-    keys, head_dim = ref.shape
-    width = min(head_dim, 64)  # few registers at a time
-    kept = registers.iota((keys, width), 0) < num_kept
-    for column in range(0, head_dim, width):
-        columns = ref.at[:, pl.ds(column, width)]
-        read = columns[...]
-        columns[...] = jnp.where(kept, read, jnp.zeros_like(read))
 
 
 def in_log2(products, scale: float, soft_cap: float | None):
@@ -229,6 +256,33 @@ class Registers:
             return lax.broadcasted_iota(jnp.int32, shape, dimension)
         return plgpu.broadcasted_iota(
             jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA
+        )
+
+    def load_narrow(self, ref, dtype):
+        """Return 8-bit numbers in shared memory as 16-bit ones, by 32-bit loads."""
+        if self.is_simulated:
+            return ref[...].astype(dtype)
+        return _widen(plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X), dtype)
+
+    def load_left(self, ref, dtype):
+        """Return 8-bit numbers in shared memory as a 16-bit left operand of wgmma."""
+        if self.is_simulated:
+            return ref[...].astype(dtype)
+        loaded = plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        return _widen(plgpu.layout_cast(loaded, plgpu.Layout.WGMMA), dtype)
+
+    def load_per_row(self, ref):
+        """Return a number per row of a matrix from shared memory."""
+        if self.is_simulated:
+            return ref[...]
+        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
+
+    def iota_of_rows(self, rows: int):
+        """Return the int32 index of each row of a matrix."""
+        if self.is_simulated:
+            return lax.iota(jnp.int32, rows)
+        return plgpu.broadcasted_iota(
+            jnp.int32, (rows,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
         )
 
     def store_transposed(self, ref, x) -> None:
@@ -272,3 +326,7 @@ def _simulated_product(left, right):
     left, right = left[...], right[...]
     plgpu.commit_smem()
     return jnp.dot(left, right, preferred_element_type=jnp.float32)
+
+
+def _widen(x, dtype):
+    return x.astype(dtype)

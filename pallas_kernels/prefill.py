@@ -22,12 +22,14 @@ from pallas_kernels.mosaic import (
     TILE_KV,
     Registers,
     Ring,
+    Stored,
     check_supported,
     in_log2,
     produce,
     ring_scratch,
     wait_for_values,
 )
+from pallas_kernels.operands import Plain, operand_of
 from pallas_kernels.ragged import pack, query_tiles, unpack
 
 _NUM_CONSUMERS = 2
@@ -42,8 +44,8 @@ _CONSUMER_REGISTERS = 224
 
 def paged_prefill(
     q: Float[Array, "tokens q_heads head_dim"],
-    k_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
-    v_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
+    k: Stored,
+    v: Stored,
     block_tables: Int32[Array, "rows width"],
     kv_lens: Int32[Array, " rows"],
     cu_q_lens: Int32[Array, " offsets"],
@@ -57,8 +59,8 @@ def paged_prefill(
 
     Args:
         q: Queries, the rows' one after another, padding last.
-        k_blocks: One layer's keys.
-        v_blocks: One layer's values.
+        k: One layer's keys.
+        v: One layer's values.
         block_tables: Each row's blocks in order.
         kv_lens: Tokens each row attends to; at least its queries.
         cu_q_lens: Offsets of the rows' queries.
@@ -75,9 +77,14 @@ def paged_prefill(
         NotImplementedError: See `check_supported`; or more than 128 query heads share a
             KV head.
     """
-    check_supported(q, k_blocks)
+    kv_heads, block_size = k.codes.shape[1:3]
+    check_supported(q, block_size)
+    operand = operand_of(k, q, "keys")
+    if not (
+        isinstance(operand, Plain) and isinstance(operand_of(v, q, "values"), Plain)
+    ):
+        raise NotImplementedError("a quantised cache: only in decode")
     tokens, q_heads, head_dim = q.shape
-    kv_heads = k_blocks.shape[1]
     group = q_heads // kv_heads
     if group > _LINES:
         raise NotImplementedError(
@@ -90,10 +97,12 @@ def paged_prefill(
     )
     num_tiles = packed.shape[0]
     options = {} if interpret is None else {"interpret": interpret}
+    registers = Registers(is_simulated=interpret is not None)
+    stages = operand.stages(NUM_STAGES[head_dim])
     consumed = (_NUM_CONSUMERS, _LINES_PER_CONSUMER)
     scratch = {
         "ring": ring_scratch(
-            NUM_STAGES[head_dim], k_blocks, num_consumers=_NUM_CONSUMERS
+            stages, stages, block_size=block_size, num_consumers=_NUM_CONSUMERS
         ),
         "q_smem": plgpu.SMEM((*consumed, head_dim), q.dtype, transforms=SWIZZLED),
         "lse_smem": plgpu.SMEM(consumed, jnp.float32),
@@ -106,7 +115,8 @@ def paged_prefill(
             scale=scale,
             window=window,
             soft_cap=soft_cap,
-            is_simulated=interpret is not None,
+            values=operand,
+            registers=registers,
         ),
         out_type=(
             jax.ShapeDtypeStruct((num_tiles, kv_heads, _LINES, head_dim), q.dtype),
@@ -121,8 +131,8 @@ def paged_prefill(
         **options,
     )(
         packed,
-        k_blocks,
-        v_blocks,
+        k,
+        v,
         block_tables,
         tiles.row,
         tiles.position,
@@ -141,8 +151,8 @@ def paged_prefill(
 
 def _kernel(
     q_ref,
-    k_ref,
-    v_ref,
+    k: Stored,
+    v: Stored,
     tables_ref,
     rows_ref,
     positions_ref,
@@ -158,7 +168,8 @@ def _kernel(
     scale: float,
     window: int | None,
     soft_cap: float | None,
-    is_simulated: bool,
+    values: Plain,
+    registers: Registers,
 ):
     """One query tile and one KV head; see the module's docstring."""
     tile, kv_head = lax.axis_index("tile"), lax.axis_index("kv_head")
@@ -180,21 +191,20 @@ def _kernel(
             )
         produce(
             ring,
-            k_ref,
-            v_ref,
+            k,
+            v,
             tables_ref,
             row=rows_ref[tile],
             kv_head=kv_head,
             kv_end=kv_end,
             tiles=(first, num_tiles),
-            registers=Registers(is_simulated),
+            zero_from=functools.partial(values.zero_from, registers=registers),
         )
 
     @pl.when(warpgroup < _NUM_CONSUMERS)
     def _consume():
         plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        registers = Registers(is_simulated)
-        num_stages, _, head_dim = ring.k.shape
+        num_stages, _, head_dim = ring.k.codes.shape
         shape = (_LINES_PER_CONSUMER, TILE_KV)
         line = warpgroup * _LINES_PER_CONSUMER + registers.iota(shape, 0)
         # Counted from the first tile. Lines past the row's end are clamped: they see no
@@ -210,7 +220,7 @@ def _kernel(
             key = index * TILE_KV
             plgpu.barrier_wait(ring.k_ready.at[stage])
             products = registers.product(
-                shape, q_smem.at[warpgroup], ring.k.at[stage].T
+                shape, q_smem.at[warpgroup], ring.k.codes.at[stage].T
             )
             scores = in_log2(products, scale, soft_cap)
             column = registers.iota(shape, 1)
@@ -225,7 +235,7 @@ def _kernel(
             acc = acc * _along_lines(decay, acc.shape)
             weights = weights.astype(q_smem.dtype)
             wait_for_values(ring, stage, key=key, kv_end=end)
-            acc = registers.add_product(acc, weights, ring.v.at[stage])
+            acc = registers.add_product(acc, weights, ring.v.codes.at[stage])
             plgpu.barrier_arrive(ring.free.at[stage])
             return new_top, total, acc
 

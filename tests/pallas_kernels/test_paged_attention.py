@@ -14,7 +14,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import decode, mosaic, paged_attention, prefill
+from pallas_kernels import decode, mosaic, operands, paged_attention, prefill
 from tests.helpers import Workload, dense_attention, random_paged_case
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -166,7 +166,8 @@ PREFILL = Workload(rows=((70, 300),), head_dim=64, block_size=16)
 def run_kernel(function, workload, **options):
     """Run `paged_decode` or `paged_prefill`; return its error against dense softmax."""
     case = random_paged_case(workload, dtype="bfloat16", unused=np.nan)
-    arguments, rounded = arguments_of(case, "bfloat16")
+    (q, k, v, *others), rounded = arguments_of(case, "bfloat16")
+    arguments = (q, mosaic.Stored(k), mosaic.Stored(v), *others)
     result = function(*arguments, scale=0.125, interpret=INTERPRET, **options)
     return errors(result, rounded)
 
@@ -197,15 +198,15 @@ def test_the_number_of_splits_changes_nothing(num_splits):
 
 
 # Each fault is an edit of a source: what it was, what it becomes. Those of mosaic.py
-# are planted under both kernels.
+# and operands.py are planted under both kernels.
 WRONG_VALUES = {
-    "values taken from the keys": (mosaic, "(v_ref, ring.v,", "(k_ref, ring.v,"),
+    "values taken from the keys": (mosaic, "(v.codes, ring", "(k.codes, ring"),
     "the last block left out": (
         mosaic,
         "last_block = jnp.maximum(kv_end - 1, 0) // block_size",
         "last_block = jnp.maximum((kv_end - 1) // block_size - 1, 0)",
     ),
-    "unwritten values left as they are": (mosaic, "jnp.zeros_like(read)", "read"),
+    "unwritten values left as they are": (operands, "jnp.zeros_like(read)", "read"),
     "splits merged unweighted": (
         decode,
         "merge_partials(outs.swapaxes(-1, -2), lses)",
@@ -259,8 +260,8 @@ RACES = {
     ),
     "a slot released before decode has read it": (
         decode,
-        "acc = registers.add_product(acc, ring.v",
-        f"{FREE}; acc = registers.add_product(acc, ring.v",
+        "acc = registers.add_product(acc, operand",
+        f"{FREE}; acc = registers.add_product(acc, operand",
     ),
     "a slot released before prefill has read it": (
         prefill,
@@ -286,7 +287,7 @@ def planted(faults):
         pytest.param(fault, kernel, id=f"{name} ({kernel.__name__})")
         for name, fault in faults.items()
         for kernel in (decode, prefill)
-        if fault[0] in (mosaic, kernel)
+        if fault[0] in (mosaic, operands, kernel)
     ]
 
 
@@ -296,7 +297,7 @@ def run_edited(monkeypatch):
 
     def run(fault, kernel):
         edited, old, new = fault
-        for module in (mosaic, kernel):
+        for module in (mosaic, operands, kernel):
             source = Path(module.__file__).read_text()
             if module is edited:
                 assert source.count(old) == 1, f"not once in the source: {old!r}"
@@ -369,7 +370,7 @@ def test_arguments_that_do_not_fit_are_named():
     wrong = {
         "q": arguments["q"][:, :3],
         "k_blocks": arguments["k_blocks"][0],
-        "v_blocks": arguments["v_blocks"].astype("float16"),
+        "v_blocks": arguments["v_blocks"][:1],
         "block_tables": arguments["block_tables"].astype("uint32"),
         "kv_lens": jnp.zeros(2, jnp.int32),
         "cu_q_lens": arguments["cu_q_lens"][1:],

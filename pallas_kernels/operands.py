@@ -1,0 +1,197 @@
+"""How keys or values lie in the cache, and how they become an operand of wgmma.
+
+It owns one side of the cache, keys or values, from the pool's dtypes to the 16-bit
+operand: what lies in the ring, and which factor is left for the scores or the weights.
+A scale per key waits for those, so that products take the codes, which are exact in 16
+bits.
+"""
+
+# Pallas' own classes and names confuse the type checker.
+# pyright: reportAbstractUsage=false
+
+import abc
+from typing import Any, override
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import SWIZZLED, TILE_KV, Registers, Stored, swizzled
+
+
+class Operand(abc.ABC):
+    """A side of the cache, keys or values.
+
+    Attributes:
+        dtype: Of the operand: that of the queries or the weights that it meets.
+    """
+
+    dtype: Any
+
+    @abc.abstractmethod
+    def pool(self, slots: tuple[int, ...]) -> Stored:
+        """Return the shapes and dtypes of a pool of so many slots.
+
+        Args:
+            slots: (num_blocks, kv_heads, block_size).
+        """
+
+    @abc.abstractmethod
+    def stages(self, num_stages: int) -> Stored:
+        """Return the scratch types of a ring's stages."""
+
+    @abc.abstractmethod
+    def tile(self) -> Any:
+        """Return the scratch type of a widened tile of values; None: there is none."""
+
+    @abc.abstractmethod
+    def products(self, stage: Stored, q_smem, registers: Registers) -> Any:
+        """Return keys times queries, float32 [TILE_KV, lines], scales included."""
+
+    @abc.abstractmethod
+    def factors(self, stage: Stored, num_written, registers: Registers) -> Any:
+        """Return what each key's weight is multiplied by, 0 if unwritten; or None."""
+
+    @abc.abstractmethod
+    def values(self, stage: Stored, tile, registers: Registers) -> Any:
+        """Return where the operand lies; what was stored there is not committed."""
+
+    @abc.abstractmethod
+    def zero_from(self, stage: Stored, num_kept, *, registers: Registers) -> None:
+        """Make the products of a stage's values from a key on finite."""
+
+
+def operand_of(side: Stored, q: jax.Array, name: str) -> Operand:
+    """Return how such a side of the cache becomes an operand.
+
+    Args:
+        side: One layer's keys or values.
+        q: The queries.
+        name: Of the side, for messages.
+
+    Raises:
+        NotImplementedError: The kernel cannot do this; the message names what.
+    """
+    dtype = side.codes.dtype
+    if dtype == q.dtype:
+        return Plain(q.dtype, q.shape[-1])
+    if dtype == jnp.int8:
+        return PerKey(q.dtype, q.shape[-1], dtype, has_scales=True)
+    if dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        has_scales = side.scales is not None
+        return PerKey(jnp.float16, q.shape[-1], dtype, has_scales=has_scales)
+    raise NotImplementedError(f"a cache of {dtype} {name} with queries of {q.dtype}")
+
+
+class Plain(Operand):
+    """A side in the queries' dtype: the operand is what the cache holds."""
+
+    def __init__(self, dtype: Any, head_dim: int):
+        self.dtype = dtype
+        self.head_dim = head_dim
+
+    @override
+    def pool(self, slots: tuple[int, ...]) -> Stored:
+        return Stored(jax.ShapeDtypeStruct((*slots, self.head_dim), self.dtype))
+
+    @override
+    def stages(self, num_stages: int) -> Stored:
+        shape = (num_stages, TILE_KV, self.head_dim)
+        return Stored(plgpu.SMEM(shape, self.dtype, transforms=SWIZZLED))
+
+    @override
+    def tile(self) -> Any:
+        return None
+
+    @override
+    def products(self, stage: Stored, q_smem, registers: Registers) -> Any:
+        return registers.product((TILE_KV, q_smem.shape[0]), stage.codes, q_smem.T)
+
+    @override
+    def factors(self, stage: Stored, num_written, registers: Registers) -> Any:
+        return None
+
+    @override
+    def values(self, stage: Stored, tile, registers: Registers) -> Any:
+        return stage.codes
+
+    @override
+    def zero_from(self, stage: Stored, num_kept, *, registers: Registers) -> None:
+        """Zero: slots that hold nothing may hold NaN, and 0 * NaN is NaN."""
+        _zero_from(stage.codes, num_kept, self.dtype, registers)
+
+
+class PerKey(Operand):
+    """Codes of 8 bits, and a scale per key or none.
+
+    Keys are widened in registers. Values are on the way to a tile in shared memory:
+    wgmma takes a transposed left operand from nowhere else.
+    """
+
+    def __init__(
+        self, dtype: Any, head_dim: int, codes_dtype: Any, *, has_scales: bool
+    ):
+        self.dtype = dtype
+        self.head_dim = head_dim
+        self.codes_dtype = codes_dtype
+        self.has_scales = has_scales
+
+    @override
+    def pool(self, slots: tuple[int, ...]) -> Stored:
+        codes = jax.ShapeDtypeStruct((*slots, self.head_dim), self.codes_dtype)
+        scales = jax.ShapeDtypeStruct(slots, jnp.float32)
+        return Stored(codes, scales if self.has_scales else None)
+
+    @override
+    def stages(self, num_stages: int) -> Stored:
+        shape = (num_stages, TILE_KV, self.head_dim)
+        codes = plgpu.SMEM(
+            shape, self.codes_dtype, transforms=swizzled(self.head_dim, 8)
+        )
+        scales = plgpu.SMEM(shape[:2], jnp.float32)
+        return Stored(codes, scales if self.has_scales else None)
+
+    @override
+    def tile(self) -> Any:
+        return plgpu.SMEM((TILE_KV, self.head_dim), self.dtype, transforms=SWIZZLED)
+
+    @override
+    def products(self, stage: Stored, q_smem, registers: Registers) -> Any:
+        shape = (TILE_KV, q_smem.shape[0])
+        codes = registers.load_left(stage.codes, self.dtype)
+        products = registers.product(shape, codes, q_smem.T)
+        if not self.has_scales:
+            return products
+        scales = registers.load_per_row(stage.scales)
+        return products * lax.broadcast_in_dim(scales, shape, [0])
+
+    @override
+    def factors(self, stage: Stored, num_written, registers: Registers) -> Any:
+        if not self.has_scales:
+            return None
+        is_written = registers.iota_of_rows(TILE_KV) < num_written
+        return jnp.where(is_written, registers.load_per_row(stage.scales), 0.0)
+
+    @override
+    def values(self, stage: Stored, tile, registers: Registers) -> Any:
+        tile[...] = registers.load_narrow(stage.codes, self.dtype)
+        return tile
+
+    @override
+    def zero_from(self, stage: Stored, num_kept, *, registers: Registers) -> None:
+        """Zero what may be NaN; any int8 is finite."""
+        if jnp.issubdtype(self.codes_dtype, jnp.floating):
+            _zero_from(stage.codes, num_kept, self.dtype, registers)
+
+
+def _zero_from(ref, num_kept, dtype: Any, registers: Registers) -> None:
+    """Zero the rows of a tile from `num_kept` on, by way of a 16-bit dtype."""
+    keys, columns = ref.shape
+    width = min(columns, 128 // ref.dtype.itemsize)  # few registers at a time
+    kept = registers.iota((keys, width), 0) < num_kept
+    for column in range(0, columns, width):
+        part = ref.at[:, pl.ds(column, width)]
+        read = part[...].astype(dtype)
+        part[...] = jnp.where(kept, read, jnp.zeros_like(read)).astype(ref.dtype)
