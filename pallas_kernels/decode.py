@@ -185,7 +185,7 @@ def paged_decode(
                 values.stages(num_stages),
                 block_size=block_size,
             ),
-            "q_smem": plgpu.SMEM((lines, head_dim), keys.dtype, transforms=SWIZZLED),
+            "q_smem": keys.queries(lines),
             "values_smem": values.tile(),
             "weights_smem": plgpu.SMEM(
                 (lines, TILE_KV), values.dtype, transforms=SWIZZLED
@@ -202,8 +202,8 @@ def paged_decode(
         **options,
     )(
         packed,
-        k,
-        v,
+        keys.seen(k),
+        values.seen(v),
         block_tables,
         tiles.row,
         tiles.position,
@@ -309,7 +309,9 @@ def _kernel(
             weights = weighted(weights, factors)
             registers.store_transposed(weights_smem, weights.astype(values.dtype))
             wait_for_values(ring, stage, key=key, kv_end=kv_end)
-            operand = values.values(ring.v.at(stage), values_smem, registers)
+            operand = values.values(
+                ring.v.at(stage), values_smem, kv_end - key, registers
+            )
             plgpu.commit_smem()
             acc = registers.add_product(acc, operand.T, weights_smem.T)
             plgpu.barrier_arrive(ring.free.at[stage])

@@ -53,6 +53,9 @@ def paged_attention(
     - int8, with scales float32 [num_blocks, kv_heads, block_size]: a vector is its
       codes times its scale.
     - float8_e4m3fn or float8_e5m2: likewise; without scales the codes are the vector.
+    - uint8, with scales bfloat16 [num_blocks, kv_heads, block_size, head_dim / 32]: two
+      codes of 4 bits to a byte, -8 to 7, element 2i in the low half of byte i; each 32
+      elements have a scale.
 
     Args:
         q: Queries, the rows' one after another, padding last.

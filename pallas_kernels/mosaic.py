@@ -173,14 +173,15 @@ def produce(
         for offset in range(0, TILE_KV, piece):
             block = jnp.minimum((key + offset) // block_size, last_block)
             inside = (key + offset) % block_size if piece < block_size else 0
-            sources.append((tables_ref[row, block], pl.ds(inside, piece), offset))
+            sources.append((tables_ref[row, block], inside, offset))
         for pool, stages, ready in copied:
             if pool is None:
                 continue
-            for block_id, keys, offset in sources:
+            width = pool.shape[2] // block_size  # groups of scales lie side by side
+            for block_id, inside, offset in sources:
                 plgpu.copy_gmem_to_smem(
-                    pool.at[block_id, kv_head, keys],
-                    stages.at[stage, pl.ds(offset, piece)],
+                    pool.at[block_id, kv_head, pl.ds(inside * width, piece * width)],
+                    stages.at[stage, pl.ds(offset * width, piece * width)],
                     ready.at[stage],
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
@@ -259,23 +260,60 @@ class Registers:
         )
 
     def load_narrow(self, ref, dtype):
-        """Return 8-bit numbers in shared memory as 16-bit ones, by 32-bit loads."""
+        """Return numbers of 8 or 4 bits in shared memory as 16-bit ones."""
         if self.is_simulated:
             return ref[...].astype(dtype)
-        return _widen(plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X), dtype)
+        return self._load_words(ref).astype(dtype)
 
     def load_left(self, ref, dtype):
-        """Return 8-bit numbers in shared memory as a 16-bit left operand of wgmma."""
+        """Return such numbers as a left operand of wgmma."""
         if self.is_simulated:
             return ref[...].astype(dtype)
-        loaded = plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-        return _widen(plgpu.layout_cast(loaded, plgpu.Layout.WGMMA), dtype)
+        words = self._load_words(ref)
+        if ref.dtype == jnp.int4:
+            words = plgpu.layout_cast(words, plgpu.Layout.WGMMA_UPCAST_2X)
+        return plgpu.layout_cast(words, plgpu.Layout.WGMMA).astype(dtype)
+
+    def _load_words(self, ref):
+        """Load 32 bits at a time: 4 or 8 neighbours of a row."""
+        is_int4 = ref.dtype == jnp.int4
+        layout = (
+            plgpu.Layout.WGMMA_UPCAST_4X if is_int4 else plgpu.Layout.WGMMA_UPCAST_2X
+        )
+        return plgpu.load(ref, layout=layout)
 
     def load_per_row(self, ref):
         """Return a number per row of a matrix from shared memory."""
         if self.is_simulated:
             return ref[...]
         return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
+
+    def load_columns(self, ref, columns: int):
+        """Return the columns of a matrix [rows, columns] of bfloat16, as float32.
+
+        Args:
+            ref: [rows * columns] in shared memory.
+            columns: 2, 4 or 8: a row is loaded at once.
+        """
+        shape = (ref.shape[0] // columns, columns)
+        if self.is_simulated:
+            loaded = ref[...].reshape(shape).astype(jnp.float32)
+            return [loaded[:, column] for column in range(columns)]
+        # Rows lie where wgmma's layout has them.
+        layout = plgpu.Layout.TILED(
+            plgpu.Tiling(((64, columns), (16, columns), (8, columns))),
+            warp_dims=(-6,),
+            lane_dims=(-2, plgpu.Replicated(4)),
+            vector_dim=-1,
+        )
+        loaded = plgpu.load(ref.reshape(*shape), layout=layout, optimized=False)
+        bits = lax.bitcast_convert_type(loaded, jnp.int16).astype(jnp.int32)
+        index = plgpu.broadcasted_iota(jnp.int32, bits.shape, 1, layout=layout)
+        # A sum of one number and zeros, which the compiler leaves out.
+        picked = [
+            jnp.where(index == column, bits, 0).sum(axis=1) for column in range(columns)
+        ]
+        return [lax.bitcast_convert_type(x << 16, jnp.float32) for x in picked]
 
     def iota_of_rows(self, rows: int):
         """Return the int32 index of each row of a matrix."""
@@ -294,14 +332,20 @@ class Registers:
 
     def product(self, shape: tuple[int, int], left, right):
         """Return left @ right as float32 registers; `right` is in shared memory."""
+        [product] = self.products(shape, [(left, right)])
+        return product
+
+    def products(self, shape: tuple[int, int], pairs):
+        """Return left @ right of each pair."""
         if self.is_simulated:
-            return _simulated_product(left, right)
+            return [_simulated_product(left, right) for left, right in pairs]
 
-        def multiply(acc_ref):
-            plgpu.wgmma(acc_ref, left, right)
-            return acc_ref[...]
+        def multiply(*accs):
+            for acc_ref, (left, right) in zip(accs, pairs, strict=True):
+                plgpu.wgmma(acc_ref, left, right)
+            return [acc_ref[...] for acc_ref in accs]
 
-        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+        return pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32)] * len(pairs))
 
     def add_product(self, acc, left, right):
         """Return acc + left @ right, in the registers of `acc`."""

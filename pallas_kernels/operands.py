@@ -20,15 +20,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import SWIZZLED, TILE_KV, Registers, Stored, swizzled
 
+GROUP = 32
+"""Elements of a vector that share a scale in int4."""
+
 
 class Operand(abc.ABC):
     """A side of the cache, keys or values.
 
     Attributes:
         dtype: Of the operand: that of the queries or the weights that it meets.
+        head_dim: Elements of a vector.
     """
 
-    dtype: Any
+    def __init__(self, dtype: Any, head_dim: int):
+        self.dtype = dtype
+        self.head_dim = head_dim
 
     @abc.abstractmethod
     def pool(self, slots: tuple[int, ...]) -> Stored:
@@ -37,6 +43,14 @@ class Operand(abc.ABC):
         Args:
             slots: (num_blocks, kv_heads, block_size).
         """
+
+    def seen(self, side: Stored) -> Stored:
+        """Return a pool as the kernel's references see it."""
+        return side
+
+    def queries(self, lines: int) -> Any:
+        """Return the scratch type of the queries that meet keys."""
+        return plgpu.SMEM((lines, self.head_dim), self.dtype, transforms=SWIZZLED)
 
     @abc.abstractmethod
     def stages(self, num_stages: int) -> Stored:
@@ -55,7 +69,7 @@ class Operand(abc.ABC):
         """Return what each key's weight is multiplied by, 0 if unwritten; or None."""
 
     @abc.abstractmethod
-    def values(self, stage: Stored, tile, registers: Registers) -> Any:
+    def values(self, stage: Stored, tile, num_written, registers: Registers) -> Any:
         """Return where the operand lies; what was stored there is not committed."""
 
     @abc.abstractmethod
@@ -74,23 +88,26 @@ def operand_of(side: Stored, q: jax.Array, name: str) -> Operand:
     Raises:
         NotImplementedError: The kernel cannot do this; the message names what.
     """
-    dtype = side.codes.dtype
+    dtype, head_dim = side.codes.dtype, q.shape[-1]
     if dtype == q.dtype:
-        return Plain(q.dtype, q.shape[-1])
+        return Plain(q.dtype, head_dim)
     if dtype == jnp.int8:
-        return PerKey(q.dtype, q.shape[-1], dtype, has_scales=True)
+        return PerKey(q.dtype, head_dim, dtype, has_scales=True)
     if dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        # Hopper converts float8 to no other 16-bit dtype.
         has_scales = side.scales is not None
-        return PerKey(jnp.float16, q.shape[-1], dtype, has_scales=has_scales)
+        return PerKey(jnp.float16, head_dim, dtype, has_scales=has_scales)
+    if dtype == jnp.uint8 and q.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"int4 {name} with queries of {q.dtype}")
+    if dtype == jnp.uint8 and head_dim // GROUP not in (2, 4, 8):
+        raise NotImplementedError(f"int4 {name} of head_dim {head_dim}")
+    if dtype == jnp.uint8:
+        return PerGroup(q.dtype, head_dim)
     raise NotImplementedError(f"a cache of {dtype} {name} with queries of {q.dtype}")
 
 
 class Plain(Operand):
     """A side in the queries' dtype: the operand is what the cache holds."""
-
-    def __init__(self, dtype: Any, head_dim: int):
-        self.dtype = dtype
-        self.head_dim = head_dim
 
     @override
     def pool(self, slots: tuple[int, ...]) -> Stored:
@@ -114,7 +131,7 @@ class Plain(Operand):
         return None
 
     @override
-    def values(self, stage: Stored, tile, registers: Registers) -> Any:
+    def values(self, stage: Stored, tile, num_written, registers: Registers) -> Any:
         return stage.codes
 
     @override
@@ -133,8 +150,7 @@ class PerKey(Operand):
     def __init__(
         self, dtype: Any, head_dim: int, codes_dtype: Any, *, has_scales: bool
     ):
-        self.dtype = dtype
-        self.head_dim = head_dim
+        super().__init__(dtype, head_dim)
         self.codes_dtype = codes_dtype
         self.has_scales = has_scales
 
@@ -175,7 +191,7 @@ class PerKey(Operand):
         return jnp.where(is_written, registers.load_per_row(stage.scales), 0.0)
 
     @override
-    def values(self, stage: Stored, tile, registers: Registers) -> Any:
+    def values(self, stage: Stored, tile, num_written, registers: Registers) -> Any:
         tile[...] = registers.load_narrow(stage.codes, self.dtype)
         return tile
 
@@ -184,6 +200,92 @@ class PerKey(Operand):
         """Zero what may be NaN; any int8 is finite."""
         if jnp.issubdtype(self.codes_dtype, jnp.floating):
             _zero_from(stage.codes, num_kept, self.dtype, registers)
+
+
+class PerGroup(Operand):
+    """Codes of 4 bits, two to a byte, and a scale per group of 32 elements.
+
+    Keys take a product per group, whose scale goes onto it. Values get theirs on the
+    way to a tile in shared memory.
+    """
+
+    @override
+    def pool(self, slots: tuple[int, ...]) -> Stored:
+        return Stored(
+            jax.ShapeDtypeStruct((*slots, self.head_dim // 2), jnp.uint8),
+            jax.ShapeDtypeStruct((*slots, self.head_dim // GROUP), jnp.bfloat16),
+        )
+
+    @override
+    def seen(self, side: Stored) -> Stored:
+        codes = lax.bitcast_convert_type(side.codes, jnp.int4)  # low nibble first
+        scales = side.scales
+        return Stored(
+            codes.reshape(*codes.shape[:-2], self.head_dim),
+            scales.reshape(*scales.shape[:2], -1),
+        )
+
+    @override
+    def queries(self, lines: int) -> Any:
+        # A swizzle of 64 bytes: of 32 elements, as a group is.
+        shape = (lines, self.head_dim)
+        return plgpu.SMEM(shape, self.dtype, transforms=swizzled(2 * GROUP, 16))
+
+    @override
+    def stages(self, num_stages: int) -> Stored:
+        shape = (num_stages, TILE_KV, self.head_dim)
+        codes = plgpu.SMEM(shape, jnp.int4, transforms=swizzled(self.head_dim // 2, 4))
+        groups = self.head_dim // GROUP
+        scales = plgpu.SMEM((num_stages, TILE_KV * groups), jnp.bfloat16)
+        return Stored(codes, scales)
+
+    @override
+    def tile(self) -> Any:
+        return plgpu.SMEM((TILE_KV, self.head_dim), self.dtype, transforms=SWIZZLED)
+
+    @override
+    def products(self, stage: Stored, q_smem, registers: Registers) -> Any:
+        shape = (TILE_KV, q_smem.shape[0])
+        codes = registers.load_left(stage.codes, self.dtype)
+        groups = range(0, self.head_dim, GROUP)
+        products = registers.products(
+            shape,
+            [
+                (codes[:, start : start + GROUP], q_smem.at[:, pl.ds(start, GROUP)].T)
+                for start in groups
+            ],
+        )
+        scaled = [
+            product * lax.broadcast_in_dim(scales, shape, [0])
+            for product, scales in zip(
+                products, self._scales(stage, registers), strict=True
+            )
+        ]
+        return sum(scaled[1:], start=scaled[0])
+
+    @override
+    def factors(self, stage: Stored, num_written, registers: Registers) -> Any:
+        return None
+
+    @override
+    def values(self, stage: Stored, tile, num_written, registers: Registers) -> Any:
+        is_written = registers.iota_of_rows(TILE_KV) < num_written
+        codes = registers.load_narrow(stage.codes, self.dtype)
+        parts = []
+        for group, scales in enumerate(self._scales(stage, registers)):
+            scales = jnp.where(is_written, scales, 0.0).astype(self.dtype)
+            part = codes[:, group * GROUP : (group + 1) * GROUP]
+            parts.append(part * lax.broadcast_in_dim(scales, part.shape, [0]))
+        tile[...] = jnp.concatenate(parts, axis=1)
+        return tile
+
+    def _scales(self, stage: Stored, registers: Registers) -> list[Any]:
+        """Return the keys' scales of each group."""
+        return registers.load_columns(stage.scales, self.head_dim // GROUP)
+
+    @override
+    def zero_from(self, stage: Stored, num_kept, *, registers: Registers) -> None:
+        """Any code is finite; scales are not zeroed here, but left out."""
 
 
 def _zero_from(ref, num_kept, dtype: Any, registers: Registers) -> None:

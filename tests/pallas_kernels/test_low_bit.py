@@ -51,6 +51,11 @@ CASES = [
     ("plain", "int8", STRADDLING, "bfloat16", {}),
     ("fp8_e5m2", "plain", SHORT, "bfloat16", {}),
     ("int8", "fp8_e5m2", MANY_TOKENS, "float16", {}),
+    ("int4", "int4", SHORT, "bfloat16", {}),
+    ("int4", "int4", LONG, "bfloat16", {"window": 70}),
+    ("int4", "int4", FEW_TOKENS, "bfloat16", {"soft_cap": 30.0}),
+    ("int8", "int4", STRADDLING, "bfloat16", {}),
+    ("int4", "plain", MANY_TOKENS, "bfloat16", {}),
 ]
 
 
@@ -86,6 +91,6 @@ def test_equals_dense_softmax_without_a_race(
 
 
 @pytest.mark.parametrize("v_size", [2.0**-40, 2.0**40])
-@pytest.mark.parametrize("v_format", ["int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("v_format", ["int8", "fp8_e4m3", "fp8_e5m2", "int4"])
 def test_values_of_any_size_keep_their_precision(v_format, v_size):
     check(v_format, v_format, SHORT, "bfloat16", {}, v_size=v_size)
