@@ -2,7 +2,7 @@
 
 One program (a CTA) takes one query tile, one KV head and one *split* of the row's
 keys, as in FlashDecoding (Dao et al., 2023); splits are merged by their log-sum-exps.
-Inside, two warpgroups share a ring of `NUM_STAGES` tiles of 64 keys:
+Inside, two warpgroups share a ring of 3 or 4 tiles of 64 keys:
 
 - The *producer* walks the block table and starts one bulk copy per block, for K and
   for V, straight into shared memory.
@@ -43,14 +43,14 @@ from pallas_kernels.mosaic import (
     ring_scratch,
     wait_for_values,
 )
-from pallas_kernels.operands import Operand, operand_of
+from pallas_kernels.operands import Operand, PerGroup, Plain, operand_of
 from pallas_kernels.ragged import pack, query_tiles, unpack
 
-NUM_STAGES = 3
 _NUM_SMS = 132  # H100 and H200
 _SHARED_MEMORY_OF_AN_SM = 228 * 1024
 # Lines of a tile, by head_dim: beyond, registers spill or shared memory is short.
 _MAX_LINES = {64: 64, 128: 64, 192: 48, 256: 16}
+_MAX_LINES_INT4 = {64: 64, 128: 32, 256: 16}  # where the keys are
 
 
 def choose_num_splits(
@@ -80,17 +80,33 @@ def choose_num_splits(
     return next(n for n in candidates if duration(n) <= longest)
 
 
-def programs_per_sm(lines: int, head_dim: int) -> int:
+def num_stages(keys: Operand, values: Operand) -> int:
+    """Return how many tiles the ring holds: more of fewer bits."""
+    return 3 if isinstance(keys, Plain) or isinstance(values, Plain) else 4
+
+
+def programs_per_sm(keys: Operand, values: Operand, lines: int) -> int:
     """Return how many programs a multiprocessor runs at a time: two, if they fit."""
-    elements = 2 * NUM_STAGES * TILE_KV * head_dim + lines * (head_dim + TILE_KV)
-    shared_memory = 2 * elements + 4 * lines * head_dim + 4096  # barriers, alignment
-    registers_suffice = lines <= 32
-    return 1 + (registers_suffice and 2 * shared_memory <= _SHARED_MEMORY_OF_AN_SM)
+    is_plain = isinstance(keys, Plain) and isinstance(values, Plain)
+    head_dim = keys.head_dim
+    stage = TILE_KV * (keys.bytes_per_key + values.bytes_per_key)
+    widened = 0 if values.tile() is None else 2 * TILE_KV * head_dim
+    shared_memory = (
+        num_stages(keys, values) * stage
+        + widened
+        + lines * (6 * head_dim + 2 * TILE_KV)  # queries, outputs, weights
+        + 4096  # barriers, alignment
+    )
+    # Widened keys take registers: 128 for each of two programs' threads.
+    most_lines = 32 if is_plain else {64: 16, 128: 8}.get(head_dim, 0)
+    fits = 2 * shared_memory <= _SHARED_MEMORY_OF_AN_SM
+    return 2 if fits and lines <= most_lines else 1
 
 
-def max_tokens_per_tile(group: int, head_dim: int) -> int:
-    """Return how many tokens of `group` query heads a tile may hold; 0: not one."""
-    return _MAX_LINES[head_dim] // group
+def max_lines(keys: Operand) -> int:
+    """Return how many lines a tile may have."""
+    most = _MAX_LINES_INT4 if isinstance(keys, PerGroup) else _MAX_LINES
+    return most[keys.head_dim]
 
 
 def paged_decode(
@@ -137,10 +153,10 @@ def paged_decode(
     check_supported(q, block_size)
     keys, values = operand_of(k, q, "keys"), operand_of(v, q, "values")
     group = q_heads // kv_heads
-    if tokens_per_tile > max_tokens_per_tile(group, head_dim):
+    if tokens_per_tile * group > max_lines(keys):
         raise NotImplementedError(
             f"{tokens_per_tile} x {group} query heads for a KV head of head_dim "
-            f"{head_dim} in decode: at most {_MAX_LINES[head_dim]}"
+            f"{head_dim} in decode: at most {max_lines(keys)}"
         )
     lines = -(-tokens_per_tile * group // 8) * 8  # a multiple of 8 for wgmma
     tiles = query_tiles(kv_lens, cu_q_lens, tokens, tokens_per_tile)
@@ -157,9 +173,9 @@ def paged_decode(
         num_splits = choose_num_splits(
             num_tiles * kv_heads,
             max_tiles,
-            programs_per_sm=programs_per_sm(lines, head_dim),
+            programs_per_sm=programs_per_sm(keys, values, lines),
         )
-    num_stages = NUM_STAGES
+    stages = num_stages(keys, values)
     options = {} if interpret is None else {"interpret": interpret}
     outs, lses = plgpu.kernel(
         functools.partial(
@@ -181,8 +197,8 @@ def paged_decode(
         ),
         scratch_types={
             "ring": ring_scratch(
-                keys.stages(num_stages),
-                values.stages(num_stages),
+                keys.stages(stages),
+                values.stages(stages),
                 block_size=block_size,
             ),
             "q_smem": keys.queries(lines),
@@ -280,7 +296,7 @@ def _kernel(
     def _consume():
         head_dim, lines = out_smem.shape
         shape = (TILE_KV, lines)
-        num_stages = ring.k.codes.shape[0]
+        stages = ring.k.codes.shape[0]
         # Lines past the row's end are clamped: they see no slot that holds nothing.
         last_visible = kv_end - 1
         if group is not None:
@@ -290,7 +306,7 @@ def _kernel(
 
         def one_tile(index, carry):
             top, total, acc = carry
-            stage = index % num_stages
+            stage = index % stages
             key = (first + index) * TILE_KV
             plgpu.barrier_wait(ring.k_ready.at[stage])
             products = keys.products(ring.k.at(stage), q_smem, registers)

@@ -10,7 +10,7 @@ from typing import Any, no_type_check
 import jax
 from jaxtyping import Array, Float, Int32, Shaped
 
-from pallas_kernels.decode import max_tokens_per_tile, paged_decode
+from pallas_kernels.decode import max_lines, paged_decode
 from pallas_kernels.mosaic import Stored, check_supported
 from pallas_kernels.operands import Plain, operand_of
 from pallas_kernels.prefill import paged_prefill
@@ -99,8 +99,7 @@ def paged_attention(
     if interpret is None:
         check_hopper()
     tokens_per_row = -(-q.shape[0] // block_tables.shape[0])
-    group, head_dim = q.shape[1] // k_blocks.shape[1], q.shape[2]
-    fitting = max_tokens_per_tile(group, head_dim)
+    fitting = max_lines(keys) // (q.shape[1] // k_blocks.shape[1])
     is_plain = isinstance(keys, Plain) and isinstance(values, Plain)
     kernel = paged_prefill
     if not is_plain or (tokens_per_row <= MAX_DECODE_TOKENS and fitting > 0):

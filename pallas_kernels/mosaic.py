@@ -263,7 +263,12 @@ class Registers:
         """Return numbers of 8 or 4 bits in shared memory as 16-bit ones."""
         if self.is_simulated:
             return ref[...].astype(dtype)
-        return self._load_words(ref).astype(dtype)
+        layout = (
+            plgpu.Layout.WGMMA_UPCAST_4X
+            if ref.dtype == jnp.int4
+            else plgpu.Layout.WGMMA_8BIT
+        )
+        return plgpu.load(ref, layout=layout).astype(dtype)
 
     def load_left(self, ref, dtype):
         """Return such numbers as a left operand of wgmma."""

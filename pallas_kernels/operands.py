@@ -44,6 +44,12 @@ class Operand(abc.ABC):
             slots: (num_blocks, kv_heads, block_size).
         """
 
+    @property
+    def bytes_per_key(self) -> int:
+        """Bytes of a key's codes and scales, for one KV head."""
+        arrays = jax.tree.leaves(self.pool((1, 1, 1)))
+        return sum(array.size * array.dtype.itemsize for array in arrays)
+
     def seen(self, side: Stored) -> Stored:
         """Return a pool as the kernel's references see it."""
         return side

@@ -3,9 +3,6 @@
 import dataclasses
 import math
 import re
-import sys
-import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import decode, mosaic, operands, paged_attention, prefill
 from tests.helpers import Workload, dense_attention, random_paged_case
+from tests.pallas_kernels.planting import FREE, planted_kernel
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 # Weights are rounded to q's dtype before they meet the values, and so is the output.
@@ -234,7 +232,6 @@ WRONG_VALUES = {
     ),
 }
 WAIT_FOR_VALUES = "plgpu.barrier_wait(ring.v_ready.at[stage])"
-FREE = "plgpu.barrier_arrive(ring.free.at[stage])"
 COMMIT = "        plgpu.commit_smem()\n        "
 RACES = {
     "no wait for a free slot": (
@@ -297,16 +294,7 @@ def run_edited(monkeypatch):
 
     def run(fault, kernel):
         edited, old, new = fault
-        for module in (mosaic, operands, kernel):
-            source = Path(module.__file__).read_text()
-            if module is edited:
-                assert source.count(old) == 1, f"not once in the source: {old!r}"
-                if FREE in new:  # moved, not doubled
-                    source = source.replace(FREE, "pass")
-                source = source.replace(old, new)
-            changed = types.ModuleType(module.__name__)
-            exec(compile(source, "edited", "exec"), changed.__dict__)
-            monkeypatch.setitem(sys.modules, module.__name__, changed)
+        changed = planted_kernel(monkeypatch, kernel, edited, (old, new))
         if kernel is prefill:
             return run_kernel(changed.paged_prefill, PREFILL)
         num_splits = 2 if "merge" in old else 1
