@@ -18,10 +18,17 @@ _ROTATED_BYTES = 2 * 2**30
 _MAX_SETS = 256
 _SLICE_BYTES = 64 * 2**20
 
+FORMATS = ("int8", "fp8_e4m3", "int4")
+GROUP = 32
+"""Elements that share a scale in int4."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One attention call: rows of (q_len, kv_len), heads and blocks."""
+    """One attention call: rows of (q_len, kv_len), heads and blocks.
+
+    `dtype` is the queries', and that of keys and values if their `kv_format` is plain.
+    """
 
     rows: tuple[tuple[int, int], ...]
     q_heads: int = 32
@@ -29,6 +36,7 @@ class Case:
     head_dim: int = 128
     block_size: int = 16
     dtype: str = "bfloat16"
+    kv_format: str = "plain"
 
     @property
     def tokens(self) -> int:
@@ -57,9 +65,13 @@ class Case:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's keys and values."""
+        """Bytes of a block's keys and values, their scales included."""
         slots = 2 * self.kv_heads * self.block_size
-        return slots * self.head_dim * jnp.dtype(self.dtype).itemsize
+        if self.kv_format == "plain":
+            return slots * self.head_dim * jnp.dtype(self.dtype).itemsize
+        if self.kv_format == "int4":
+            return slots * (self.head_dim // 2 + self.head_dim // GROUP * 2)
+        return slots * (self.head_dim + 4)
 
     @property
     def num_sets(self) -> int:
@@ -103,6 +115,11 @@ def grid() -> dict[str, Case]:
             for length in LENGTHS:
                 name = f"decode-{batch}x{length}-kv{kv_heads}"
                 cases[name] = Case(((1, length),) * batch, kv_heads=kv_heads)
+        for batch, length in ((1, 16384), (16, 2048), (64, 1024), (64, 8192)):
+            for kv_format in FORMATS:
+                name = f"decode-{batch}x{length}-kv{kv_heads}-{kv_format}"
+                rows = ((1, length),) * batch
+                cases[name] = Case(rows, kv_heads=kv_heads, kv_format=kv_format)
         few = ((4, 4100),)
         ragged = {
             "prefill-1x2048": ((2048, 2048),),
@@ -131,6 +148,7 @@ QUICK = (
     "prefill-8x256-after4096-kv8",
     "mixed-63x4096-and-1x512-after2048-kv8",
     "few-64x4-after4096-kv8",
+    *(f"decode-64x8192-kv8-{kv_format}" for kv_format in FORMATS),
 )
 """The cases of a quick run."""
 
@@ -138,6 +156,10 @@ _tiny = functools.partial(Case, q_heads=4, kv_heads=2, head_dim=64)
 INTERPRETED = {
     "decode-interpreted": _tiny(((1, 65), (1, 20))),
     "prefill-interpreted": _tiny(((9, 70),)),
+    **{
+        f"decode-interpreted-{kv_format}": _tiny(((1, 65),), kv_format=kv_format)
+        for kv_format in FORMATS
+    },
 }
 """Cases for the interpreter, which takes a second a program."""
 
@@ -149,8 +171,9 @@ class Inputs(NamedTuple):
     1 + s * blocks to (s + 1) * blocks.
 
     Attributes:
-        k_blocks: [num_blocks, kv_heads, block_size, head_dim].
+        k_blocks: [num_blocks, kv_heads, block_size, head_dim]; of int4 half as wide.
         v_blocks: Likewise.
+        scales: k_scales and v_scales by name, if the blocks are quantised.
         q: A set's [tokens, q_heads, head_dim], for each.
         block_tables: A set's [rows, width], for each.
         kv_lens: [rows], the same in all sets.
@@ -159,6 +182,7 @@ class Inputs(NamedTuple):
 
     k_blocks: jax.Array
     v_blocks: jax.Array
+    scales: dict[str, jax.Array]
     q: list[jax.Array]
     block_tables: list[jax.Array]
     kv_lens: jax.Array
@@ -189,9 +213,13 @@ def make_inputs(case: Case, seed: int, num_sets: int) -> Inputs:
     k_key, v_key, q_key = jax.random.split(jax.random.key(seed), 3)
     num_blocks = 1 + num_sets * num_taken
     q_shape = (num_sets, case.tokens, case.q_heads, case.head_dim)
+    k_blocks, k_scales = _random_blocks(k_key, case, num_blocks)
+    v_blocks, v_scales = _random_blocks(v_key, case, num_blocks)
+    is_plain = case.kv_format == "plain"
     return Inputs(
-        k_blocks=_random_blocks(k_key, case, num_blocks),
-        v_blocks=_random_blocks(v_key, case, num_blocks),
+        k_blocks=k_blocks,
+        v_blocks=v_blocks,
+        scales={} if is_plain else {"k_scales": k_scales, "v_scales": v_scales},
         q=list(jax.random.normal(q_key, q_shape, jnp.float32).astype(case.dtype)),
         block_tables=list(jnp.asarray(tables)),
         kv_lens=jnp.array([kv_len for _, kv_len in case.rows], jnp.int32),
@@ -202,14 +230,43 @@ def make_inputs(case: Case, seed: int, num_sets: int) -> Inputs:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _random_blocks(key: jax.Array, case: Case, num_blocks: int) -> jax.Array:
+def _random_blocks(
+    key: jax.Array, case: Case, num_blocks: int
+) -> tuple[jax.Array, jax.Array | None]:
     # Drawn a slice at a time: the random bits of a whole pool would not fit beside it.
     blocks = max(1, min(num_blocks, _SLICE_BYTES // case.block_bytes))
     num_slices = math.ceil(num_blocks / blocks)
     shape = (blocks, case.kv_heads, case.block_size, case.head_dim)
 
     def one_slice(key):
-        return jax.random.normal(key, shape, jnp.float32).astype(case.dtype)
+        vectors = jax.random.normal(key, shape, jnp.float32)
+        return _QUANTISE[case.kv_format](vectors, case)
 
     slices = jax.lax.map(one_slice, jax.random.split(key, num_slices))
-    return slices.reshape(-1, *shape[1:])
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), slices)
+
+
+def _plain(vectors: jax.Array, case: Case) -> tuple[jax.Array, None]:
+    return vectors.astype(case.dtype), None
+
+
+def _int8(vectors: jax.Array, case: Case) -> tuple[jax.Array, jax.Array]:
+    scales = jnp.abs(vectors).max(axis=-1) / 127
+    return jnp.rint(vectors / scales[..., None]).astype(jnp.int8), scales
+
+
+def _fp8_e4m3(vectors: jax.Array, case: Case) -> tuple[jax.Array, jax.Array]:
+    scales = jnp.abs(vectors).max(axis=-1) / 448
+    return (vectors / scales[..., None]).astype(jnp.float8_e4m3fn), scales
+
+
+def _int4(vectors: jax.Array, case: Case) -> tuple[jax.Array, jax.Array]:
+    groups = vectors.reshape(*vectors.shape[:-1], -1, GROUP)
+    scales = (jnp.abs(groups).max(axis=-1) / 7).astype(jnp.bfloat16)
+    codes = jnp.rint(groups / scales[..., None].astype(jnp.float32)).astype(jnp.int8)
+    pairs = jnp.clip(codes, -8, 7).reshape(*vectors.shape[:-1], -1, 2)
+    halves = jax.lax.bitcast_convert_type(pairs, jnp.uint8) & jnp.uint8(15)
+    return halves[..., 0] | halves[..., 1] << 4, scales
+
+
+_QUANTISE = {"plain": _plain, "int8": _int8, "fp8_e4m3": _fp8_e4m3, "int4": _int4}

@@ -36,14 +36,24 @@ class Prepared(NamedTuple):
 
 def mosaic_gpu(case: Case, inputs: Inputs, interpret: Any) -> list[Prepared]:
     """Our kernels."""
-    function = functools.partial(
-        pallas_kernels.paged_attention, scale=case.scale, interpret=interpret
-    )
-    return [Prepared("", function, _arguments(inputs), lambda out: out)]
+
+    # Scales are arguments: a closure's arrays would be compiled in.
+    def function(scales, *arguments):
+        return pallas_kernels.paged_attention(
+            *arguments, **scales, scale=case.scale, interpret=interpret
+        )
+
+    arguments = [(inputs.scales, *others) for others in _arguments(inputs)]
+    return [Prepared("", function, arguments, lambda out: out)]
 
 
 def xla(case: Case, inputs: Inputs, interpret: Any) -> list[Prepared]:
-    """Our implementation in plain XLA."""
+    """Our implementation in plain XLA.
+
+    Raises:
+        NotImplementedError: It cannot do this case.
+    """
+    _check_plain(case)
     function = functools.partial(paged_attention_xla, scale=case.scale)
     return [Prepared("", function, _arguments(inputs), lambda out: out)]
 
@@ -54,6 +64,7 @@ def jax_triton(case: Case, inputs: Inputs, interpret: Any) -> list[Prepared]:
     Raises:
         NotImplementedError: It cannot do this case.
     """
+    _check_plain(case)
     if not case.is_decode:
         raise NotImplementedError("takes one query a row")
     with warnings.catch_warnings():
@@ -92,6 +103,7 @@ def cudnn(case: Case, inputs: Inputs, interpret: Any) -> list[Prepared]:
     Raises:
         NotImplementedError: It cannot do this case.
     """
+    _check_plain(case)
     if interpret is not None:
         raise NotImplementedError("has no interpreter")
     if len(set(case.rows)) > 1:
@@ -143,6 +155,16 @@ IMPLEMENTATIONS = {
 
 def _arguments(inputs: Inputs) -> list[tuple]:
     return [inputs.arguments(index) for index in range(len(inputs.q))]
+
+
+def _check_plain(case: Case) -> None:
+    """Check that keys and values are not quantised.
+
+    Raises:
+        NotImplementedError: They are.
+    """
+    if case.kv_format != "plain":
+        raise NotImplementedError(f"is not given {case.kv_format} keys and values here")
 
 
 def _divides_evenly(width: int, num_splits: int) -> bool:

@@ -100,7 +100,7 @@ def _arguments(
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="12 cases, not all")
+    parser.add_argument("--quick", action="store_true", help="some cases, not all")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--list", action="store_true", help="print the cases' names")
     parser.add_argument("--output", type=Path, metavar="FOLDER")
@@ -212,6 +212,7 @@ def _described(name: str, case: Case) -> dict[str, Any]:
         "head_dim": case.head_dim,
         "block_size": case.block_size,
         "dtype": case.dtype,
+        "kv_format": case.kv_format,
         "decode": case.is_decode,
         "bytes": num_bytes,
         "operations": operations,
@@ -324,13 +325,16 @@ def expected_outputs(case: Case, inputs: Inputs, index: int) -> jax.Array:
         inputs.v_blocks,
         inputs.block_tables[index][row],
         jnp.asarray(kv_ends, jnp.int32),
+        inputs.scales,
         scale=case.scale,
         batch_size=min(case.tokens, max(1, _GATHERED_BYTES // gathered)),
     )
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "batch_size"))
-def _reference(q, k_blocks, v_blocks, block_tables, kv_ends, *, scale, batch_size):
+def _reference(
+    q, k_blocks, v_blocks, block_tables, kv_ends, scales, *, scale, batch_size
+):
     def one_token(token):
         q, table, kv_end = token
         return pallas_kernels.paged_attention_reference(
@@ -340,6 +344,7 @@ def _reference(q, k_blocks, v_blocks, block_tables, kv_ends, *, scale, batch_siz
             table[None],
             kv_end[None],
             jnp.array([0, 1], jnp.int32),
+            **scales,
             scale=scale,
         )[0]
 

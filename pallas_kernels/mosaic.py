@@ -307,9 +307,9 @@ class Registers:
         # Rows lie where wgmma's layout has them.
         layout = plgpu.Layout.TILED(
             plgpu.Tiling(((64, columns), (16, columns), (8, columns))),
-            warp_dims=(-6,),
-            lane_dims=(-2, plgpu.Replicated(4)),
-            vector_dim=-1,
+            (-6,),  # over the warps
+            (-2, plgpu.Replicated(4)),  # over a warp's threads
+            -1,  # a thread's vector
         )
         loaded = plgpu.load(ref.reshape(*shape), layout=layout, optimized=False)
         bits = lax.bitcast_convert_type(loaded, jnp.int16).astype(jnp.int32)

@@ -1,5 +1,6 @@
 """The kernel benchmark, as far as it goes without a GPU."""
 
+import dataclasses
 import json
 import sys
 import types
@@ -19,6 +20,7 @@ from benchmarks import (
 )
 from benchmarks.device_time import Event
 from benchmarks.kernel_cases import Case
+from pallas_kernels.reference import dequantised
 
 SMALL = Case(((1, 17), (3, 32)), q_heads=4, kv_heads=2, head_dim=64, block_size=16)
 
@@ -31,6 +33,9 @@ SMALL = Case(((1, 17), (3, 32)), q_heads=4, kv_heads=2, head_dim=64, block_size=
         (SMALL, 4 * 2 * 2 * 16 * 64 * 2 + 2 * 4 * 4 * 64 * 2),
         # 2.147 GB and 1 MiB.
         (kernel_cases.grid()["decode-64x8192-kv8"], 2_147_483_648 + 1_048_576),
+        # 132 and 72 bytes a vector where those are 256.
+        (kernel_cases.grid()["decode-64x8192-kv8-int8"], 1_107_296_256 + 1_048_576),
+        (kernel_cases.grid()["decode-64x8192-kv8-int4"], 603_979_776 + 1_048_576),
     ],
 )
 def test_bytes_are_those_of_live_blocks_queries_and_outputs(case, expected):
@@ -57,6 +62,18 @@ def test_sets_of_inputs_share_no_block_and_lie_in_random_order():
     assert not np.array_equal(values, np.asarray(inputs.k_blocks, np.float32))
     others = kernel_cases.make_inputs(SMALL, seed=4, num_sets=5)
     assert not np.array_equal(inputs.q[0], others.q[0])
+
+
+@pytest.mark.parametrize("kv_format", kernel_cases.FORMATS)
+def test_quantised_inputs_stand_for_normal_values(kv_format):
+    case = dataclasses.replace(SMALL, kv_format=kv_format)
+    inputs = kernel_cases.make_inputs(case, seed=3, num_sets=5)
+    for name, blocks in (("k", inputs.k_blocks), ("v", inputs.v_blocks)):
+        values = np.asarray(dequantised(blocks, inputs.scales[f"{name}_scales"]))
+        assert values.shape[1:] == (2, 16, 64)
+        assert abs(values.std() - 1) < 0.05
+        held = sum(x[:1].nbytes for x in (blocks, inputs.scales[f"{name}_scales"]))
+        assert 2 * held == case.block_bytes
 
 
 def test_expected_outputs_are_the_whole_batch_s_by_the_reference():
@@ -302,14 +319,14 @@ def test_without_a_gpu_it_says_so_and_has_status_2(capsys):
     assert printed.err.count("\n") == 1
 
 
-def test_quick_is_12_cases_of_the_grid(capsys):
+def test_quick_is_15_cases_of_the_grid(capsys):
     assert kernels.main(["--list"]) == 0
     everything = capsys.readouterr().out.splitlines()
     assert kernels.main(["--list", "--quick"]) == 0
     quick = capsys.readouterr().out.splitlines()
-    assert len(quick) == 12
+    assert len(quick) == 15
     assert set(quick) < set(everything)
-    assert len(set(everything)) == len(everything) == 2 * (10 * 6 + 7)
+    assert len(set(everything)) == len(everything) == 2 * (10 * 6 + 7 + 4 * 3)
     assert {"decode-512x16384-kv4", "decode-64x8192-kv8"} <= set(everything)
 
 
@@ -341,7 +358,7 @@ def test_an_interrupt_keeps_what_was_printed(monkeypatch, capsys):
     assert kernels.main(["--interpret"]) == 130
     printed = capsys.readouterr()
     assert json.loads(printed.out)["case"] == "decode-interpreted"
-    assert "Interrupted after 1 of 2 cases." in printed.err
+    assert "Interrupted after 1 of 5 cases." in printed.err
 
 
 def test_a_failed_case_makes_the_exit_status_1(monkeypatch, capsys):
@@ -352,7 +369,7 @@ def test_a_failed_case_makes_the_exit_status_1(monkeypatch, capsys):
     assert kernels.main(["--interpret"]) == 1
     printed = capsys.readouterr()
     assert "Failed: decode-interpreted.\n" in printed.err
-    assert printed.out.splitlines()[-1].startswith("| prefill-interpreted |")
+    assert printed.out.splitlines()[-1].startswith("| decode-interpreted-int4 |")
 
 
 def test_tiny_cases_run_in_the_interpreter(tmp_path, capsys):

@@ -8,7 +8,13 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import decode, mosaic, operands, paged_attention
+from pallas_kernels import (
+    decode,
+    mosaic,
+    operands,
+    paged_attention,
+    paged_attention_reference,
+)
 from tests.helpers import Workload, dense_attention
 from tests.pallas_kernels.low_bit import low_bit_case
 from tests.pallas_kernels.planting import FREE, planted_kernel
@@ -68,8 +74,7 @@ CASES = [
 
 def errors(result, case, options):
     """Return the errors of outputs, in sizes of a value, and of log-sum-exps."""
-    out, lse = jax.block_until_ready(result)
-    assert not interpreter.get_races().races_found
+    out, lse = result
     expected_out, expected_lse = dense_attention(case, **options)
     size = np.sqrt(np.mean(np.concatenate(case.values) ** 2))
     assert np.array_equal(np.isneginf(lse), np.isneginf(expected_lse))
@@ -87,6 +92,8 @@ def check(k_format, v_format, workload, dtype, options, *, v_size=1.0):
     options = {"scale": workload.head_dim**-0.5} | options
     result = paged_attention(**arrays, **options, return_lse=True, interpret=INTERPRET)
     assert result[0].dtype == dtype
+    jax.block_until_ready(result)
+    assert not interpreter.get_races().races_found
     out_error, lse_error = errors(result, case, options)
     assert out_error < TOLERANCE[dtype]
     assert lse_error < LSE_TOLERANCE
@@ -105,6 +112,18 @@ def test_equals_dense_softmax_without_a_race(
 @pytest.mark.parametrize("v_format", ["int8", "fp8_e4m3", "fp8_e5m2", "int4"])
 def test_values_of_any_size_keep_their_precision(v_format, v_size):
     check(v_format, v_format, SHORT, "bfloat16", {}, v_size=v_size)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "int8", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3_static", "int4"]
+)
+def test_the_reference_equals_dense_softmax(name):
+    options = {"scale": 0.2, "window": 70, "soft_cap": 5.0}
+    case, arrays = low_bit_case(LONG, name, name)
+    arrays["block_tables"] = arrays["block_tables"] % len(arrays["k_blocks"])
+    arrays["q"] = arrays["q"].astype("float32")
+    result = paged_attention_reference(**arrays, **options, return_lse=True)
+    assert max(errors(result, case, options)) < 1e-5
 
 
 # The ring of 4 tiles goes round; the last tile and its last block are part full.
@@ -132,6 +151,8 @@ def run_edited(monkeypatch, formats, *edited, num_splits=1, v_size=1.0):
         num_splits=num_splits,
         interpret=INTERPRET,
     )
+    jax.block_until_ready(result)
+    assert not interpreter.get_races().races_found
     return errors(result, case, {"scale": 0.125})
 
 

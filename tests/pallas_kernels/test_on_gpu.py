@@ -8,6 +8,7 @@ import pytest
 from benchmarks import kernel_cases, kernels
 from pallas_kernels import paged_attention, paged_attention_reference
 from tests.helpers import Workload, random_paged_case
+from tests.pallas_kernels.low_bit import low_bit_case
 
 pytestmark = pytest.mark.gpu
 
@@ -183,6 +184,56 @@ def test_equals_the_reference(name):
     check(*CASES[name])
 
 
+LOW_BIT_ROWS = tuple((1, n) for n in (1, 15, 16, 17, 63, 64, 65, 127, 129, 1000))
+
+
+@pytest.mark.parametrize(
+    ("k_format", "v_format"),
+    [
+        ("int8", "int8"),
+        ("fp8_e4m3", "fp8_e4m3"),
+        ("fp8_e5m2", "fp8_e5m2"),
+        ("fp8_e4m3_static", "fp8_e4m3_static"),
+        ("int4", "int4"),
+        ("int8", "int4"),
+        ("plain", "fp8_e4m3"),
+    ],
+)
+@pytest.mark.parametrize(
+    "workload",
+    [
+        Workload(LOW_BIT_ROWS, q_heads=32, kv_heads=8, head_dim=128, block_size=16),
+        Workload(
+            ((4, 900), (2, 64), (0, 77), (3, 3)),
+            q_heads=9,
+            kv_heads=3,
+            head_dim=64,
+            block_size=8,
+            padding_rows=2,
+            padding_tokens=3,
+        ),
+        Workload(((1, 4099),), q_heads=8, kv_heads=4, head_dim=256, block_size=32),
+    ],
+    ids=["d128", "few tokens, d64", "splits, d256"],
+)
+@pytest.mark.parametrize("v_size", [1.0, 2.0**40])
+def test_low_bit_equals_the_reference(k_format, v_format, workload, v_size):
+    _, arrays = low_bit_case(workload, k_format, v_format, v_size=v_size)
+    scale = workload.head_dim**-0.5
+    out, lse = paged_attention(**arrays, scale=scale, return_lse=True)
+    with jax.default_matmul_precision("highest"):  # not TF32
+        expected, expected_lse = paged_attention_reference(
+            **(arrays | {"q": arrays["q"].astype(jnp.float32)}),
+            scale=scale,
+            return_lse=True,
+        )
+    np.testing.assert_allclose(lse, expected_lse, atol=LSE_TOLERANCE, rtol=0)
+    sees = np.isfinite(np.asarray(expected_lse)).all(axis=1)
+    assert not np.asarray(out, np.float32)[~sees].any()
+    error = kernels.relative_error(out[sees], expected[sees])
+    assert error < kernels.TOLERANCE["bfloat16"]
+
+
 @pytest.mark.parametrize("head_dim", [80, 96, 112, 160, 192, 256])
 @pytest.mark.parametrize("rows", [((1, 200), (1, 64)), ((70, 200),)], ids=str)
 def test_other_head_dims_are_right_or_refused_by_name(rows, head_dim):
@@ -207,12 +258,15 @@ def test_other_head_dims_are_right_or_refused_by_name(rows, head_dim):
         "prefill-8x256-after4096-kv8",
         "mixed-63x4096-and-1x512-after2048-kv8",
         "few-64x4-after4096-kv4",
+        "decode-64x8192-kv8-int8",
+        "decode-64x8192-kv8-fp8_e4m3",
+        "decode-64x8192-kv8-int4",
     ],
 )
 def test_equals_the_reference_at_real_shapes(name):
     case = kernel_cases.grid()[name]
     inputs = kernel_cases.make_inputs(case, seed=0, num_sets=1)
-    out = paged_attention(*inputs.arguments(0), scale=case.scale)
+    out = paged_attention(*inputs.arguments(0), **inputs.scales, scale=case.scale)
     expected = kernels.expected_outputs(case, inputs, 0)
     assert kernels.relative_error(out, expected) < kernels.TOLERANCE[case.dtype]
 
