@@ -50,6 +50,9 @@ _NUM_SMS = 132  # H100 and H200
 _SHARED_MEMORY_OF_AN_SM = 228 * 1024
 # Lines of a tile, by head_dim: beyond, registers spill or shared memory is short.
 _MAX_LINES = {64: 64, 128: 64, 192: 48, 256: 16}
+# Of a value's scale, as far as the running maximum is concerned: weights before scaling
+# stay far from what float32 holds.
+_LEAST_LOG2 = -100.0
 _MAX_LINES_INT4 = {64: 64, 128: 32, 256: 16}  # where the keys are
 
 
@@ -161,7 +164,7 @@ def paged_decode(
     lines = -(-tokens_per_tile * group // 8) * 8  # a multiple of 8 for wgmma
     tiles = query_tiles(kv_lens, cu_q_lens, tokens, tokens_per_tile)
     packed = pack(
-        q.astype(keys.dtype),
+        _saturated(q, keys.dtype),
         tiles,
         kv_heads=kv_heads,
         tokens_per_tile=tokens_per_tile,
@@ -234,6 +237,14 @@ def paged_decode(
         q_shape=q.shape,
         tokens_per_tile=tokens_per_tile,
     )
+
+
+def _saturated(q: jax.Array, dtype: Any) -> jax.Array:
+    """Convert queries to a dtype that may have a smaller range."""
+    if q.dtype == dtype:
+        return q
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(q.astype(jnp.float32), -limit, limit).astype(dtype)
 
 
 def _kernel(
@@ -317,12 +328,12 @@ def _kernel(
                 visible &= key_index > last_visible - window
             scores = jnp.where(visible, scores, -jnp.inf)
             factors = values.factors(ring.v.at(stage), kv_end - key, registers)
-            new_top = jnp.maximum(top, highest(scores, factors))
+            new_top = jnp.maximum(top, _highest(scores, factors))
             decay = jnp.exp2(top - new_top)
             weights = jnp.exp2(scores - _along_lines(new_top, shape))
             total = total * _along_lines(decay, total.shape) + weights
             acc = acc * _along_lines(decay, acc.shape)
-            weights = weighted(weights, factors)
+            weights = _weighted(weights, factors)
             registers.store_transposed(weights_smem, weights.astype(values.dtype))
             wait_for_values(ring, stage, key=key, kv_end=kv_end)
             operand = values.values(
@@ -353,18 +364,18 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def highest(scores, factors):
+def _highest(scores, factors):
     """Return each line's top score, raised so that no weight times factor exceeds 1.
 
     So that they may be 16-bit floats whatever the size of the values is.
     """
     if factors is None:
         return scores.max(axis=0)
-    logs = jnp.maximum(jnp.log2(factors), -100.0)
+    logs = jnp.maximum(jnp.log2(factors), _LEAST_LOG2)
     return (scores + lax.broadcast_in_dim(logs, scores.shape, [0])).max(axis=0)
 
 
-def weighted(weights, factors):
+def _weighted(weights, factors):
     """Return the weights times each key's factor."""
     if factors is None:
         return weights

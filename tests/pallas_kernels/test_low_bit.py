@@ -1,5 +1,6 @@
 """Decoding from quantised keys and values, in Pallas' GPU interpreter."""
 
+import dataclasses
 import re
 
 import jax
@@ -114,6 +115,21 @@ def test_values_of_any_size_keep_their_precision(v_format, v_size):
     check(v_format, v_format, SHORT, "bfloat16", {}, v_size=v_size)
 
 
+def test_queries_beyond_float16_saturate():
+    case, arrays = low_bit_case(SHORT, *["fp8_e4m3"] * 2)
+    q = 1e5 * arrays["q"]
+    limit = float(np.finfo(np.float16).max)
+    clipped = np.clip(np.asarray(q, np.float32), -limit, limit)
+    assert 0.2 < np.mean(np.abs(clipped) == limit) < 0.8
+    result = paged_attention(
+        **(arrays | {"q": q}), scale=1e-6, return_lse=True, interpret=INTERPRET
+    )
+    case = dataclasses.replace(case, q=clipped)
+    out_error, lse_error = errors(result, case, {"scale": 1e-6})
+    assert out_error < TOLERANCE["bfloat16"]
+    assert lse_error < LSE_TOLERANCE
+
+
 @pytest.mark.parametrize(
     "name", ["plain", "int8", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3_static", "int4"]
 )
@@ -199,7 +215,7 @@ WRONG_VALUES = {
     "the values' scales forgotten": (
         (INT8, FP8),
         decode,
-        ("weights = weighted(weights, factors)", "pass"),
+        ("weights = _weighted(weights, factors)", "pass"),
     ),
     "unwritten scales left as they are": (
         (INT8, FP8),
@@ -312,7 +328,7 @@ def test_values_show_a_planted_fault(monkeypatch, formats, edited):
 
 
 def test_values_too_large_for_16_bits_show_a_weight_that_is_not_scaled(monkeypatch):
-    edited = (decode, ("highest(scores, factors))", "highest(scores, None))"))
+    edited = (decode, ("_highest(scores, factors))", "_highest(scores, None))"))
     out_error, _ = run_edited(monkeypatch, FP8, *edited, v_size=2.0**40)
     assert not out_error < 2 * TOLERANCE["bfloat16"]
 
