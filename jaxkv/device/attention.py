@@ -22,6 +22,7 @@ from jaxkv.device.codec import (
     format_of,
     prepare_queries,
     restore_outputs,
+    typed_codes,
     vector_shape,
 )
 from pallas_kernels import check_options, paged_attention_reference, target_device
@@ -34,10 +35,25 @@ Implementation = Callable[..., Result]
 def _mosaic_gpu(
     q: jax.Array, k: Stored, v: Stored, *arrays: jax.Array, **options: Any
 ) -> Result:
-    for stored in (k, v):
-        if isinstance(stored, Quantized):
-            raise NotImplementedError(f"a cache of {stored.format.name}")
-    return paged_attention_mosaic_gpu(q, k, v, *arrays, **options)
+    (k_blocks, k_scales), (v_blocks, v_scales) = map(_blocks_and_scales, (k, v))
+    return paged_attention_mosaic_gpu(
+        q,
+        k_blocks,
+        v_blocks,
+        *arrays,
+        k_scales=k_scales,
+        v_scales=v_scales,
+        **options,
+    )
+
+
+def _blocks_and_scales(stored: Stored) -> tuple[jax.Array, jax.Array | None]:
+    """Return a side's arrays as the kernels take them."""
+    if not isinstance(stored, Quantized):
+        return stored, None
+    if stored.format.has_centers:
+        raise NotImplementedError(f"a cache of {stored.format.name}")
+    return typed_codes(stored), stored.scales
 
 
 def _reference(

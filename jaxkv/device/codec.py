@@ -149,11 +149,15 @@ def decode(stored: Stored) -> Float[Array, "*leading head_dim"]:
         return stored.astype(jnp.float32)
     if stored.format.has_groups:
         return _decode_groups(stored)
-    codes = stored.codes
-    if stored.format.name != "int8":
-        codes = lax.bitcast_convert_type(codes, _float8(stored.format))
-    values = codes.astype(jnp.float32)
+    values = typed_codes(stored).astype(jnp.float32)
     return values if stored.scales is None else values * stored.scales[..., None]
+
+
+def typed_codes(stored: Quantized) -> jax.Array:
+    """Return codes with float8 ones as such; those of 4 bits stay packed."""
+    if stored.format.name == "int8" or stored.format.has_groups:
+        return stored.codes
+    return lax.bitcast_convert_type(stored.codes, _float8(stored.format))
 
 
 def prepare_queries(

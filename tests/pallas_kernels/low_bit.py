@@ -37,6 +37,7 @@ def random_side(rng, format_name, shape, *, size=1.0):
         codes = rng.integers(-8, 8, shape)
         groups = -(-head_dim // GROUP)
         scales = _scales(rng, (*slots, groups), size / 4.6).astype(ml_dtypes.bfloat16)
+        scales *= rng.choice([-1, 1], scales.shape).astype(ml_dtypes.bfloat16)
         of_elements = np.repeat(scales.astype(np.float64), GROUP, axis=-1)
         nibbles = (codes & 15).astype(np.uint8)
         packed = nibbles[..., 0::2] | nibbles[..., 1::2] << 4

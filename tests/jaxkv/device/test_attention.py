@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import re
 
@@ -5,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv import KVCache, LayerKV, paged_attention
 from jaxkv.device import attention as attention_module
@@ -111,6 +113,39 @@ def check_low_bit(case, implementation):
     atol = LARGEST_VALUE * TOLERANCE["float32"]
     np.testing.assert_allclose(out, expected_out, atol=atol, rtol=0)
     np.testing.assert_allclose(lse, expected_lse, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "rotation"),
+    [("int8", False), ("fp8_e4m3_static:fp8_e5m2", False), ("int4", True)],
+)
+def test_low_bit_caches_as_the_gpu_kernel_reads_them(
+    kv_cache_dtype, rotation, monkeypatch
+):
+    monkeypatch.setattr(
+        attention_module,
+        "paged_attention_mosaic_gpu",
+        functools.partial(
+            attention_module.paged_attention_mosaic_gpu,
+            interpret=plgpu.InterpretGPUParams(),
+        ),
+    )
+    workload = Workload(rows=((1, 65), (1, 3)), head_dim=64, block_size=16)
+    case = low_bit_paged_case(workload, kv_cache_dtype, rotation=rotation)
+    case = dataclasses.replace(case, q=case.q.astype(jnp.bfloat16))
+    out, lse = run(case, "mosaic_gpu")
+    expected_out, expected_lse = dense_attention(case)
+    # Values are as large as 40, of size 4 on average, and rounded on their way.
+    atol = 4 * TOLERANCE["bfloat16"]
+    np.testing.assert_allclose(out.astype(np.float32), expected_out, atol=atol, rtol=0)
+    # A query is rounded once more where it is rotated or scaled.
+    np.testing.assert_allclose(lse, expected_lse, rtol=2**-8, atol=2**-8)
+
+
+def test_formats_that_no_kernel_reads_are_named():
+    case = low_bit_paged_case(LOW_BIT_WORKLOADS[0], "int4_asymmetric")
+    with pytest.raises(NotImplementedError, match="a cache of int4_asymmetric"):
+        run(case, "mosaic_gpu")
 
 
 @pytest.mark.parametrize("unused", [np.nan, np.inf])
