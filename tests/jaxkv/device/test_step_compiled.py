@@ -171,19 +171,24 @@ LLAMA_8B_LAYERS = 32
 BUDGET = json.loads((gpu_target.ROOT / "tests/pallas_kernels/budget.json").read_text())
 
 
-def llama_8b_cache_config():
+def llama_8b_cache_config(num_layers=LLAMA_8B_LAYERS, kv_cache_dtype="bfloat16"):
     return CacheConfig(
-        num_layers=LLAMA_8B_LAYERS, num_kv_heads=8, head_dim=128, num_blocks=8192
+        num_layers=num_layers,
+        num_kv_heads=8,
+        head_dim=128,
+        num_blocks=8192,
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 
-def llama_8b_decode_step(implementation):
+def llama_8b_decode_step(implementation, **cache_changes):
     """Compile Llama-3.1-8B's decode step of 64 rows for an H200, and describe it."""
+    cache_config = llama_8b_cache_config(**cache_changes)
     config = ModelConfig(
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,
-        num_hidden_layers=LLAMA_8B_LAYERS,
+        num_hidden_layers=cache_config.num_layers,
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
@@ -192,7 +197,6 @@ def llama_8b_decode_step(implementation):
         rope_scaling=RopeScaling(rope_type="llama3", factor=8.0),
         dtype="bfloat16",
     )
-    cache_config = llama_8b_cache_config()
     bucket = Bucket(rows=64, tokens=64)
     builder = BatchBuilder(
         buckets=(bucket,),
@@ -242,6 +246,27 @@ def test_an_h200_decodes_llama_8b_with_every_pool_in_place_and_none_copied(
     assert step["temp_bytes"] <= budget["temporaries"]
     num_kernels = step["text"].count('custom_call_target="mosaic_gpu')
     assert num_kernels == (LLAMA_8B_LAYERS if implementation == "auto" else 0)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "implementation"),
+    [("int8", "xla"), ("int8", "auto"), ("fp8_e4m3", "auto"), ("int4", "auto")],
+)
+def test_an_h200_decodes_from_a_low_bit_cache_without_a_copy_of_it(
+    kv_cache_dtype, implementation
+):
+    changes = {"num_layers": 2, "kv_cache_dtype": kv_cache_dtype}
+    step = gpu_target.call(
+        llama_8b_decode_step, implementation=implementation, **changes
+    )
+    config = llama_8b_cache_config(**changes)
+    made = pool_use(step["text"], elements_of_a_pool(config) // 2).made
+    assert made == []
+    assert step["alias_bytes"] == config.total_bytes
+    assert step["temp_bytes"] < 64e6
+    num_kernels = step["text"].count('custom_call_target="mosaic_gpu')
+    assert num_kernels == (2 if implementation == "auto" else 0)
 
 
 @pytest.mark.parametrize("found", [None, "0.11.1"])
