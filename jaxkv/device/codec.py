@@ -4,9 +4,11 @@ A plain format is an array; the others are `Quantized`: codes with the scales th
 with them, one pytree, so that whatever moves blocks with `jax.tree.map` moves both.
 Formats are described by `KVFormat`.
 
-What a decoded vector is: code * scale, for `int4_asymmetric` centre + code * scale.
-Scales and centres are rounded to the precision they are stored in before codes are
-chosen. Codes saturate. An infinite element counts as the largest finite one of the
+int8 and float8 have a scale for each vector; 4 bits have one for each group of 32
+elements, signed as in llama.cpp's Q4_0, and may be rotated first (QuaRot, Ashkboos et
+al., 2024). A decoded element is code * scale, in `int4_asymmetric` centre + code *
+scale. Scales and centres are rounded to the precision they are stored in before codes
+are chosen. Codes saturate. An infinite element counts as the largest finite one of the
 input's dtype, a NaN is stored as 0, and no scale is ever 0. The formats of 4 bits
 saturate earlier: at 14/15 of the largest float32, at 1/head_dim of it if they are
 rotated. Plain formats saturate where they are narrower than the input, and keep NaN.
@@ -24,6 +26,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int8, Int32, UInt8
 
+from jaxkv.config import DTYPES
 from jaxkv.kv_format import GROUP_SIZE, KVFormat, num_groups
 
 _FLOAT8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -68,10 +71,17 @@ Stored = jax.Array | Quantized
 
 
 def format_of(stored: Stored) -> KVFormat:
-    """Return the form of stored vectors."""
+    """Return the form of stored vectors.
+
+    Raises:
+        ValueError: They are an array of a dtype that is no format.
+    """
     if isinstance(stored, Quantized):
         return stored.format
-    return KVFormat(str(stored.dtype))
+    name = str(stored.dtype)
+    if name not in DTYPES:
+        raise ValueError(f"keys and values of {name}: arrays must be of {DTYPES}")
+    return KVFormat(name)
 
 
 def vector_shape(stored: Stored) -> tuple[int, ...]:
