@@ -43,7 +43,7 @@ from pallas_kernels.mosaic import (
     ring_scratch,
     wait_for_values,
 )
-from pallas_kernels.operands import Operand, PerGroup, Plain, operand_of
+from pallas_kernels.operands import Operand, PerGroup, PerKeyInt8, Plain, operand_of
 from pallas_kernels.ragged import pack, query_tiles, unpack
 
 _NUM_SMS = 132  # H100 and H200
@@ -53,7 +53,10 @@ _MAX_LINES = {64: 64, 128: 64, 192: 48, 256: 16}
 # Of a value's scale, as far as the running maximum is concerned: weights before scaling
 # stay far from what float32 holds.
 _LEAST_LOG2 = -100.0
-_MAX_LINES_INT4 = {64: 64, 128: 32, 256: 16}  # where the keys are
+_MAX_LINES_OF_KEYS = {
+    PerKeyInt8: {64: 64, 128: 48, 192: 48, 256: 16},
+    PerGroup: {64: 64, 128: 32, 256: 16},
+}
 
 
 def choose_num_splits(
@@ -108,8 +111,7 @@ def programs_per_sm(keys: Operand, values: Operand, lines: int) -> int:
 
 def max_lines(keys: Operand) -> int:
     """Return how many lines a tile may have."""
-    most = _MAX_LINES_INT4 if isinstance(keys, PerGroup) else _MAX_LINES
-    return most[keys.head_dim]
+    return _MAX_LINES_OF_KEYS.get(type(keys), _MAX_LINES)[keys.head_dim]
 
 
 def paged_decode(
@@ -164,13 +166,10 @@ def paged_decode(
     lines = -(-tokens_per_tile * group // 8) * 8  # a multiple of 8 for wgmma
     tiles = query_tiles(kv_lens, cu_q_lens, tokens, tokens_per_tile)
     packed = pack(
-        _saturated(q, keys.dtype),
-        tiles,
-        kv_heads=kv_heads,
-        tokens_per_tile=tokens_per_tile,
-        lines=lines,
+        q, tiles, kv_heads=kv_heads, tokens_per_tile=tokens_per_tile, lines=lines
     )
     num_tiles = packed.shape[0]
+    asked = keys.asked(packed)
     if num_splits is None:
         max_tiles = -(-block_tables.shape[1] * block_size // TILE_KV)
         num_splits = choose_num_splits(
@@ -211,7 +210,7 @@ def paged_decode(
             ),
             "out_smem": plgpu.SMEM((head_dim, lines), jnp.float32),
             "lse_smem": plgpu.SMEM((lines,), jnp.float32),
-            "q_ready": plgpu.Barrier(),
+            "q_ready": plgpu.Barrier(num_arrivals=len(jax.tree.leaves(asked))),
         },
         grid=(num_splits, num_tiles, kv_heads),
         grid_names=("split", "tile", "kv_head"),
@@ -220,7 +219,7 @@ def paged_decode(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **options,
     )(
-        packed,
+        asked,
         keys.seen(k),
         values.seen(v),
         block_tables,
@@ -239,16 +238,8 @@ def paged_decode(
     )
 
 
-def _saturated(q: jax.Array, dtype: Any) -> jax.Array:
-    """Convert queries to a dtype that may have a smaller range."""
-    if q.dtype == dtype:
-        return q
-    limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(q.astype(jnp.float32), -limit, limit).astype(dtype)
-
-
 def _kernel(
-    q_ref,
+    q: Stored,
     k: Stored,
     v: Stored,
     tables_ref,
@@ -259,7 +250,7 @@ def _kernel(
     lse_ref,
     *,
     ring: Ring,
-    q_smem,
+    q_smem: Stored,
     values_smem,
     weights_smem,
     out_smem,
@@ -290,7 +281,10 @@ def _kernel(
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _produce():
-        plgpu.copy_gmem_to_smem(q_ref.at[tile, kv_head], q_smem, q_ready)
+        for source, target in zip(
+            jax.tree.leaves(q.at((tile, kv_head))), jax.tree.leaves(q_smem), strict=True
+        ):
+            plgpu.copy_gmem_to_smem(source, target, q_ready)
         produce(
             ring,
             k,

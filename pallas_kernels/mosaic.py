@@ -293,6 +293,12 @@ class Registers:
             return ref[...]
         return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
 
+    def load_per_column(self, ref):
+        """Return a number per column of a matrix from shared memory."""
+        if self.is_simulated:
+            return ref[...]
+        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
+
     def load_columns(self, ref, columns: int):
         """Return the columns of a matrix [rows, columns] of bfloat16, as float32.
 
@@ -340,17 +346,17 @@ class Registers:
         [product] = self.products(shape, [(left, right)])
         return product
 
-    def products(self, shape: tuple[int, int], pairs):
-        """Return left @ right of each pair."""
+    def products(self, shape: tuple[int, int], pairs, dtype=jnp.float32):
+        """Return left @ right of each pair, summed in `dtype`."""
         if self.is_simulated:
-            return [_simulated_product(left, right) for left, right in pairs]
+            return [_simulated_product(left, right, dtype) for left, right in pairs]
 
         def multiply(*accs):
             for acc_ref, (left, right) in zip(accs, pairs, strict=True):
                 plgpu.wgmma(acc_ref, left, right)
             return [acc_ref[...] for acc_ref in accs]
 
-        return pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32)] * len(pairs))
+        return pl.run_scoped(multiply, *[plgpu.ACC(shape, dtype)] * len(pairs))
 
     def add_product(self, acc, left, right):
         """Return acc + left @ right, in the registers of `acc`."""
@@ -367,14 +373,14 @@ class Registers:
         return x if self.is_simulated else plgpu.layout_cast(x, layout)
 
 
-def _simulated_product(left, right):
+def _simulated_product(left, right, dtype=jnp.float32):
     """Multiply as a thread would, because the race detector sees no wgmma's operands.
 
     The commit says that the reads are done, for the copies that overwrite a stage.
     """
     left, right = left[...], right[...]
     plgpu.commit_smem()
-    return jnp.dot(left, right, preferred_element_type=jnp.float32)
+    return jnp.dot(left, right, preferred_element_type=dtype)
 
 
 def _widen(x, dtype):

@@ -22,6 +22,7 @@ from pallas_kernels.mosaic import SWIZZLED, TILE_KV, Registers, Stored, swizzled
 
 GROUP = 32
 """Elements of a vector that share a scale in int4."""
+_Q_TERMS = 3
 
 
 class Operand(abc.ABC):
@@ -54,9 +55,17 @@ class Operand(abc.ABC):
         """Return a pool as the kernel's references see it."""
         return side
 
-    def queries(self, lines: int) -> Any:
-        """Return the scratch type of the queries that meet keys."""
-        return plgpu.SMEM((lines, self.head_dim), self.dtype, transforms=SWIZZLED)
+    def queries(self, lines: int) -> Stored:
+        """Return the scratch types of the queries that meet keys."""
+        shape = (lines, self.head_dim)
+        return Stored(plgpu.SMEM(shape, self.dtype, transforms=SWIZZLED))
+
+    def asked(self, q: jax.Array) -> Stored:
+        """Return queries [..., lines, head_dim] as keys meet them."""
+        if q.dtype == self.dtype:
+            return Stored(q)
+        limit = float(jnp.finfo(self.dtype).max)  # saturate: it may have less range
+        return Stored(jnp.clip(q.astype(jnp.float32), -limit, limit).astype(self.dtype))
 
     @abc.abstractmethod
     def stages(self, num_stages: int) -> Stored:
@@ -67,7 +76,7 @@ class Operand(abc.ABC):
         """Return the scratch type of a widened tile of values; None: there is none."""
 
     @abc.abstractmethod
-    def products(self, stage: Stored, q_smem, registers: Registers) -> Any:
+    def products(self, stage: Stored, q: Stored, registers: Registers) -> Any:
         """Return keys times queries, float32 [TILE_KV, lines], scales included."""
 
     @abc.abstractmethod
@@ -98,7 +107,7 @@ def operand_of(side: Stored, q: jax.Array, name: str) -> Operand:
     if dtype == q.dtype:
         return Plain(q.dtype, head_dim)
     if dtype == jnp.int8:
-        return PerKey(q.dtype, head_dim, dtype, has_scales=True)
+        return PerKeyInt8(q.dtype, head_dim, dtype, has_scales=True)
     if dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
         # Hopper converts float8 to no other 16-bit dtype.
         has_scales = side.scales is not None
@@ -129,8 +138,9 @@ class Plain(Operand):
         return None
 
     @override
-    def products(self, stage: Stored, q_smem, registers: Registers) -> Any:
-        return registers.product((TILE_KV, q_smem.shape[0]), stage.codes, q_smem.T)
+    def products(self, stage: Stored, q: Stored, registers: Registers) -> Any:
+        shape = (TILE_KV, q.codes.shape[0])
+        return registers.product(shape, stage.codes, q.codes.T)
 
     @override
     def factors(self, stage: Stored, num_written, registers: Registers) -> Any:
@@ -180,10 +190,10 @@ class PerKey(Operand):
         return plgpu.SMEM((TILE_KV, self.head_dim), self.dtype, transforms=SWIZZLED)
 
     @override
-    def products(self, stage: Stored, q_smem, registers: Registers) -> Any:
-        shape = (TILE_KV, q_smem.shape[0])
+    def products(self, stage: Stored, q: Stored, registers: Registers) -> Any:
+        shape = (TILE_KV, q.codes.shape[0])
         codes = registers.load_left(stage.codes, self.dtype)
-        products = registers.product(shape, codes, q_smem.T)
+        products = registers.product(shape, codes, q.codes.T)
         if not self.has_scales:
             return products
         scales = registers.load_per_row(stage.scales)
@@ -206,6 +216,52 @@ class PerKey(Operand):
         """Zero what may be NaN; any int8 is finite."""
         if jnp.issubdtype(self.codes_dtype, jnp.floating):
             _zero_from(stage.codes, num_kept, self.dtype, registers)
+
+
+class PerKeyInt8(PerKey):
+    """Codes of int8 and a scale per key.
+
+    As keys they meet queries of int8, and none is widened: q is the sum of its
+    `_Q_TERMS` codes[i] / 254**i, times a scale per line, within 254**-3 of the line's
+    largest element.
+    """
+
+    @override
+    def queries(self, lines: int) -> Stored:
+        shape = (_Q_TERMS * lines, self.head_dim)
+        codes = plgpu.SMEM(shape, jnp.int8, transforms=swizzled(self.head_dim, 8))
+        return Stored(codes, plgpu.SMEM((lines,), jnp.float32))
+
+    @override
+    def asked(self, q: jax.Array) -> Stored:
+        rest = q.astype(jnp.float32)
+        scales = jnp.maximum(jnp.abs(rest).max(axis=-1), 1e-30) / 127
+        rest = rest / scales[..., None]
+        codes = []
+        for _ in range(_Q_TERMS):
+            codes.append(jnp.rint(rest))
+            rest = (rest - codes[-1]) * 254  # at most 127 again
+        return Stored(jnp.concatenate(codes, axis=-2).astype(jnp.int8), scales)
+
+    @override
+    def products(self, stage: Stored, q: Stored, registers: Registers) -> Any:
+        lines = q.scales.shape[0]
+        shape = (TILE_KV, lines)
+        terms = registers.products(
+            shape,
+            [
+                (stage.codes, q.codes.at[pl.ds(term * lines, lines)].T)
+                for term in range(_Q_TERMS)
+            ],
+            jnp.int32,
+        )
+        products = terms[0].astype(jnp.float32)
+        for power, term in enumerate(terms[1:], start=1):
+            products += term.astype(jnp.float32) * 254.0**-power
+        of_keys = registers.load_per_row(stage.scales)
+        of_lines = registers.load_per_column(q.scales)
+        products *= lax.broadcast_in_dim(of_keys, shape, [0])
+        return products * lax.broadcast_in_dim(of_lines, shape, [1])
 
 
 class PerGroup(Operand):
@@ -232,10 +288,12 @@ class PerGroup(Operand):
         )
 
     @override
-    def queries(self, lines: int) -> Any:
+    def queries(self, lines: int) -> Stored:
         # A swizzle of 64 bytes: of 32 elements, as a group is.
-        shape = (lines, self.head_dim)
-        return plgpu.SMEM(shape, self.dtype, transforms=swizzled(2 * GROUP, 16))
+        transforms = swizzled(2 * GROUP, 16)
+        return Stored(
+            plgpu.SMEM((lines, self.head_dim), self.dtype, transforms=transforms)
+        )
 
     @override
     def stages(self, num_stages: int) -> Stored:
@@ -250,14 +308,14 @@ class PerGroup(Operand):
         return plgpu.SMEM((TILE_KV, self.head_dim), self.dtype, transforms=SWIZZLED)
 
     @override
-    def products(self, stage: Stored, q_smem, registers: Registers) -> Any:
-        shape = (TILE_KV, q_smem.shape[0])
+    def products(self, stage: Stored, q: Stored, registers: Registers) -> Any:
+        shape = (TILE_KV, q.codes.shape[0])
         codes = registers.load_left(stage.codes, self.dtype)
         groups = range(0, self.head_dim, GROUP)
         products = registers.products(
             shape,
             [
-                (codes[:, start : start + GROUP], q_smem.at[:, pl.ds(start, GROUP)].T)
+                (codes[:, start : start + GROUP], q.codes.at[:, pl.ds(start, GROUP)].T)
                 for start in groups
             ],
         )

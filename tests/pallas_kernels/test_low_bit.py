@@ -205,12 +205,30 @@ WRONG_VALUES = {
         ),
     ),
     "the keys' scales forgotten": (
-        (INT8,),
+        (FP8,),
         operands,
         (
             "return products * lax.broadcast_in_dim(scales, shape, [0])",
             "return products",
         ),
+    ),
+    "the int8 keys' scales forgotten": (
+        (INT8,),
+        operands,
+        ("products *= lax.broadcast_in_dim(of_keys, shape, [0])", "pass"),
+    ),
+    "the queries' scales forgotten": (
+        (INT8,),
+        operands,
+        (
+            "return products * lax.broadcast_in_dim(of_lines, shape, [1])",
+            "return products",
+        ),
+    ),
+    "the queries' last term left out": (
+        (INT8,),
+        operands,
+        ("enumerate(terms[1:], start=1)", "enumerate(terms[1:-1], start=1)"),
     ),
     "the values' scales forgotten": (
         (INT8, FP8),
