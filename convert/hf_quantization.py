@@ -13,7 +13,6 @@ two programs describe them in `config.json`:
   `config.json`.
 """
 
-import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from convert.source import TensorRef, join
+from jaxkv.kv_format import LARGEST_SCALE, SMALLEST_SCALE
 
 SCALE_DTYPES = ("float32", "bfloat16", "float16")
 # The scale of K and that of V, within a layer.
@@ -208,8 +208,9 @@ def _check_scale(ref: TensorRef) -> list[str]:
     if ref.shape not in ((), (1,)):
         return [f"{ref.name} has shape {list(ref.shape)}; only one for a layer is read"]
     value = _value(ref)
-    if not 0 < value < math.inf:
-        return [f"{ref.name} is {value!r}, not a finite number > 0"]
+    if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
+        limits = f"{SMALLEST_SCALE} to {LARGEST_SCALE}"
+        return [f"{ref.name} is {value!r}, not a number from {limits}"]
     return []
 
 

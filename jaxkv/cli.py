@@ -110,10 +110,9 @@ def _add_generate(commands: Any) -> None:
     )
     engine.add_argument(
         "--kv-cache-skip-layers",
-        type=int,
-        nargs="+",
-        default=[],
-        metavar="LAYER",
+        type=_layers,
+        default=(),
+        metavar="LAYER[,LAYER...]",
         help="layers whose K and V keep the arithmetic's dtype",
     )
     engine.add_argument("--num-blocks", type=int, help="blocks in the KV pool")
@@ -174,6 +173,11 @@ def _add_info(commands: Any) -> None:
     parser.add_argument("checkpoint", help="a folder that `jaxkv convert` wrote")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.set_defaults(run=_info)
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    """Read layer indices with commas between them."""
+    return tuple(int(part) for part in text.split(","))
 
 
 def _convert(arguments: argparse.Namespace) -> None:
@@ -307,7 +311,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         kv_cache_dtype=arguments.kv_cache_dtype,
         kv_cache_rotation=arguments.kv_cache_rotation,
-        kv_cache_skip_layers=tuple(arguments.kv_cache_skip_layers),
+        kv_cache_skip_layers=arguments.kv_cache_skip_layers,
         num_blocks=arguments.num_blocks,
         block_size=arguments.block_size,
         max_model_len=arguments.max_model_len,

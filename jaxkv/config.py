@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxkv.kv_format import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
     KVFormat,
     has_4_bits,
     has_static_scale,
@@ -79,6 +81,34 @@ def _check_kv_format(
         f"{prefix}rotation is for vectors of 4 bits, and kv_cache_dtype "
         f"{kv_cache_dtype!r} has none",
     )
+
+
+def _check_kv_scales(kv_scales: object, num_layers: int) -> None:
+    """Check calibrated scales: none, or for each layer two floats or None."""
+    if kv_scales == ():
+        return
+    _require(
+        isinstance(kv_scales, tuple)
+        and len(kv_scales) == num_layers
+        and any(pair is not None for pair in kv_scales),
+        f"kv_scales must be empty or a tuple of {num_layers} entries, one a layer and "
+        f"not all None, got {kv_scales!r}",
+    )
+    assert isinstance(kv_scales, tuple)
+    for layer, pair in enumerate(kv_scales):
+        good = pair is None or (
+            isinstance(pair, tuple)
+            and len(pair) == 2
+            and all(
+                isinstance(x, float) and SMALLEST_SCALE <= x <= LARGEST_SCALE
+                for x in pair
+            )
+        )
+        _require(
+            good,
+            f"kv_scales of layer {layer} must be None or two floats from "
+            f"{SMALLEST_SCALE} to {LARGEST_SCALE}, got {pair!r}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,29 +235,7 @@ class ModelConfig:
             not outside,
             f"eos_token_ids {outside} lie outside the vocabulary of {self.vocab_size}",
         )
-        self._check_kv_scales()
-
-    def _check_kv_scales(self) -> None:
-        if self.kv_scales == ():
-            return
-        _require(
-            isinstance(self.kv_scales, tuple)
-            and len(self.kv_scales) == self.num_hidden_layers
-            and any(pair is not None for pair in self.kv_scales),
-            f"kv_scales must be empty or a tuple of {self.num_hidden_layers} entries, "
-            f"one a layer and not all None, got {self.kv_scales!r}",
-        )
-        for layer, pair in enumerate(self.kv_scales):
-            good = pair is None or (
-                isinstance(pair, tuple)
-                and len(pair) == 2
-                and all(isinstance(x, float) and 0 < x < math.inf for x in pair)
-            )
-            _require(
-                good,
-                f"kv_scales of layer {layer} must be None or two finite floats > 0, "
-                f"got {pair!r}",
-            )
+        _check_kv_scales(self.kv_scales, self.num_hidden_layers)
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict of plain JSON values that `from_json` reads back."""
@@ -316,10 +324,7 @@ class CacheConfig:
             self.head_dim % 2 == 0 or not has_4_bits(self.kv_cache_dtype),
             f"head_dim {self.head_dim} must be even for vectors of 4 bits",
         )
-        _require(
-            len(self.kv_scales) in (0, self.num_layers),
-            f"kv_scales has {len(self.kv_scales)} entries for {self.num_layers} layers",
-        )
+        _check_kv_scales(self.kv_scales, self.num_layers)
         missing = [
             layer
             for layer, scales in enumerate(self.kv_scales or (None,) * self.num_layers)

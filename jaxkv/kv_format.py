@@ -9,6 +9,10 @@ from dataclasses import dataclass
 GROUP_SIZE = 32
 """Elements of a vector that share a scale in the formats of 4 bits."""
 
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**100
+"""Of calibrated scales: below float32 is subnormal, which devices take for 0; above the
+largest code times the scale is infinite."""
+
 _PLAIN = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of an element
 _PER_VECTOR = ("int8", "fp8_e4m3", "fp8_e5m2")
 _STATIC = ("fp8_e4m3_static", "fp8_e5m2_static")
@@ -51,13 +55,18 @@ class KVFormat:
         if self.is_rotated:
             parts.append("rotated")
         if self.scale is not None:
-            parts.append(f"scale={self.scale!r}")
+            parts.append(f"scale={float(self.scale)!r}")
         return "+".join(parts)
 
     @property
     def is_plain(self) -> bool:
         """Whether vectors are stored as they are, cast at most."""
         return self.name in _PLAIN
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether queries or outputs must be rotated or scaled to match."""
+        return self.is_rotated or self.scale is not None
 
     @property
     def has_groups(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, no_type_check
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxkv.device.attention_xla import paged_attention_xla
@@ -36,8 +37,13 @@ def _mosaic_gpu(
     q: jax.Array, k: Stored, v: Stored, *arrays: jax.Array, **options: Any
 ) -> Result:
     (k_blocks, k_scales), (v_blocks, v_scales) = map(_blocks_and_scales, (k, v))
-    return paged_attention_mosaic_gpu(
-        q,
+    k_format, prepared = format_of(k), q
+    if k_format.scale is not None:
+        options["scale"] *= k_format.scale
+    elif k_format.is_rotated:  # the kernels' queries have 16 bits
+        prepared = prepare_queries(q, k_format).astype(q.dtype)
+    result = paged_attention_mosaic_gpu(
+        prepared,
         k_blocks,
         v_blocks,
         *arrays,
@@ -45,6 +51,7 @@ def _mosaic_gpu(
         v_scales=v_scales,
         **options,
     )
+    return _restored(result, q, v)
 
 
 def _blocks_and_scales(stored: Stored) -> tuple[jax.Array, jax.Array | None]:
@@ -56,15 +63,40 @@ def _blocks_and_scales(stored: Stored) -> tuple[jax.Array, jax.Array | None]:
     return typed_codes(stored), stored.scales
 
 
+def _xla(
+    q: jax.Array, k: Stored, v: Stored, *arrays: jax.Array, **options: Any
+) -> Result:
+    prepared = _prepared(q, k, v)
+    return _restored(paged_attention_xla(prepared, k, v, *arrays, **options), q, v)
+
+
 def _reference(
     q: jax.Array, k: Stored, v: Stored, *arrays: jax.Array, **options: Any
 ) -> Result:
-    return paged_attention_reference(q, decode(k), decode(v), *arrays, **options)
+    blocks = (decode(k), decode(v))
+    prepared = _prepared(q, k, v)
+    result = paged_attention_reference(prepared, *blocks, *arrays, **options)
+    return _restored(result, q, v)
+
+
+def _prepared(q: jax.Array, k: Stored, v: Stored) -> jax.Array:
+    """Return queries for decoded keys; float32 if outputs are to be restored too."""
+    if format_of(v).is_transformed:
+        q = q.astype(jnp.float32)
+    return prepare_queries(q, format_of(k))
+
+
+def _restored(result: Result, q: jax.Array, v: Stored) -> Result:
+    """Return outputs in q's dtype, made of sums of decoded values."""
+    if isinstance(result, tuple):
+        out, lse = result
+        return restore_outputs(out, format_of(v)).astype(q.dtype), lse
+    return restore_outputs(result, format_of(v)).astype(q.dtype)
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "mosaic_gpu": _mosaic_gpu,
-    "xla": paged_attention_xla,
+    "xla": _xla,
     "reference": _reference,
 }
 _AUTO_ORDER: dict[str, tuple[str, ...]] = {"gpu": ("mosaic_gpu", "xla")}
@@ -121,7 +153,6 @@ def paged_attention(
     _check_arguments(q, cache, layer, block_tables, kv_lens, cu_q_lens)
     check_options(scale, window, soft_cap)
     k, v = cache.layers[layer]
-    q = prepare_queries(q, format_of(k))
     arguments = (q, k, v, block_tables, kv_lens, cu_q_lens)
     options = {
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
@@ -129,11 +160,7 @@ def paged_attention(
         "soft_cap": soft_cap,
         "return_lse": return_lse,
     }
-    result = _first_that_can(implementation, arguments, options)
-    if isinstance(result, tuple):
-        out, lse = result
-        return restore_outputs(out, format_of(v)), lse
-    return restore_outputs(result, format_of(v))
+    return _first_that_can(implementation, arguments, options)
 
 
 def _first_that_can(

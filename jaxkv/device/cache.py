@@ -12,6 +12,7 @@ updated in place; without donation every write copies the pool.
 from typing import NamedTuple, no_type_check
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxkv.config import CacheConfig
@@ -61,7 +62,7 @@ def init_cache(
         config: The cache's shape and formats.
         sharding: Where each array lies. All begin with the axes [num_blocks, kv_heads,
             block_size], and scales of 8 bits have no more; `kv_heads` is the one to
-            shard. None: JAX's default device.
+            shard, over a mesh axis of type Auto. None: JAX's default device.
 
     Returns:
         A cache of `config.total_bytes` bytes.
@@ -135,7 +136,8 @@ def write_kv(
         A cache in which only the named slots of the named layer differ.
 
     Raises:
-        ValueError: `layer`, the heads or the head_dim do not fit the cache.
+        ValueError: `layer`, the heads or the head_dim do not fit the cache; or k or v
+            are no floats.
     """
     if not 0 <= layer < len(cache.layers):
         raise ValueError(
@@ -144,6 +146,8 @@ def write_kv(
     _, kv_heads, _, head_dim = vector_shape(cache.layers[layer].k)
     for name, new in (("k", k), ("v", v)):
         expected = (slot_mapping.shape[0], kv_heads, head_dim)
+        if not jnp.issubdtype(new.dtype, jnp.floating):
+            raise ValueError(f"{name} must be of floats, got {new.dtype}")
         if new.shape != expected:
             raise ValueError(
                 f"{name} has shape {new.shape}, expected [tokens, kv_heads, head_dim]"

@@ -10,12 +10,13 @@ al., 2024). A decoded element is code * scale, in `int4_asymmetric` centre + cod
 scale. Scales and centres are rounded to the precision they are stored in before codes
 are chosen. Codes saturate. An infinite element counts as the largest finite one of the
 input's dtype, a NaN is stored as 0, and no scale is ever 0. The formats of 4 bits
-saturate earlier: at 14/15 of the largest float32, at 1/head_dim of it if they are
-rotated. Plain formats saturate where they are narrower than the input, and keep NaN.
+saturate a little earlier, and rotated ones at about 1/sqrt(head_dim) of the largest
+float32. Plain formats saturate where they are narrower than the input, and keep NaN.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -129,8 +130,12 @@ def encode(x: Float[Array, "*leading head_dim"], kv_format: KVFormat) -> Stored:
     largest = float(jnp.finfo(x.dtype).max)
     x = jnp.nan_to_num(x.astype(jnp.float32), nan=0.0, posinf=largest, neginf=-largest)
     if kv_format.has_groups:
-        # Below that, 16 / 15 of a range is finite, and so is any sum in a rotation.
-        finite = _LARGEST / (x.shape[-1] if kv_format.is_rotated else 15 / 14)
+        # 16 / 15 of a range must be finite, and so must the sums of a rotation; and
+        # rounded scales must not lead beyond the input's dtype.
+        finite = 14 / 15 * _LARGEST
+        if kv_format.is_rotated:
+            finite /= math.sqrt(_rotation_size(x.shape[-1]))
+        finite = min(finite, largest * (1 - 2**-8))
         x = jnp.clip(x, -finite, finite)
         return _encode_groups(_rotate(x) if kv_format.is_rotated else x, kv_format)
     largest_code = _largest_code(kv_format)
@@ -173,19 +178,29 @@ def typed_codes(stored: Quantized) -> jax.Array:
 def prepare_queries(
     q: Float[Array, "*leading head_dim"], k_format: KVFormat
 ) -> Float[Array, "*leading head_dim"]:
-    """Return queries whose scores with decoded keys are those with the keys."""
-    if k_format.is_rotated:
-        q = _rotate(q.astype(jnp.float32)).astype(q.dtype)
-    return q if k_format.scale is None else q * k_format.scale
+    """Return queries whose scores with decoded keys are those with the keys.
+
+    float32, unless nothing is to be done: rotated elements may be larger than any of
+    their vector, and scales are not to be rounded to fewer bits.
+    """
+    return _transform(q, k_format)
 
 
 def restore_outputs(
     out: Float[Array, "*leading head_dim"], v_format: KVFormat
 ) -> Float[Array, "*leading head_dim"]:
-    """Return sums of values, given the same sums of decoded ones."""
-    if v_format.is_rotated:  # the matrix is its own inverse
-        out = _rotate(out.astype(jnp.float32)).astype(out.dtype)
-    return out if v_format.scale is None else out * v_format.scale
+    """Return sums of values, given the same sums of decoded ones; likewise float32."""
+    return _transform(out, v_format)  # a rotation is its own inverse
+
+
+def _transform(
+    x: Float[Array, "*leading head_dim"], kv_format: KVFormat
+) -> Float[Array, "*leading head_dim"]:
+    if kv_format.is_rotated:
+        return _rotate(x.astype(jnp.float32))
+    if kv_format.scale is not None:
+        return x.astype(jnp.float32) * kv_format.scale
+    return x
 
 
 def poison(stored: Stored, block_ids: Int32[Array, " blocks"]) -> Stored:
@@ -355,6 +370,11 @@ def _rotate(x: Float[Array, "*leading head_dim"]) -> Float[Array, "*leading head
     return jnp.matmul(x, matrix, precision=lax.Precision.HIGHEST)
 
 
+def _rotation_size(head_dim: int) -> int:
+    """Return the largest power of two that divides `head_dim`."""
+    return head_dim & -head_dim
+
+
 @functools.cache
 def _hadamard(head_dim: int) -> np.ndarray:
     """Return Sylvester's Hadamard matrices on a diagonal, of unit rows.
@@ -362,7 +382,7 @@ def _hadamard(head_dim: int) -> np.ndarray:
     They are as large as the largest power of two that divides `head_dim`: one matrix
     where that is a power of two, five of 16 for 80.
     """
-    size = head_dim & -head_dim
+    size = _rotation_size(head_dim)
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.kron(matrix, [[1, 1], [1, -1]])

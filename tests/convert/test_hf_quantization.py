@@ -100,11 +100,11 @@ def refuse(tmp_path, message, config=TINY, **tensors):
 @pytest.mark.parametrize("names", [LLM_COMPRESSOR, MODELOPT], ids=["plain", "proj"])
 def test_both_common_names_are_read(tmp_path, names, num_shards):
     tensors = scale_tensors(0, names, (0.03125, 0.1), shape=())
-    tensors |= scale_tensors(1, names, (1.0, 3e-39))  # a subnormal number
+    tensors |= scale_tensors(1, names, (1.0, 3e-30))
     model, params = convert(tmp_path, num_shards=num_shards, **tensors)
-    tenth, subnormal = float(np.float32(0.1)), float(np.float32(3e-39))
+    tenth, small = float(np.float32(0.1)), float(np.float32(3e-30))
     assert tenth != 0.1
-    assert model.kv_scales == ((0.03125, tenth), (1.0, subnormal))
+    assert model.kv_scales == ((0.03125, tenth), (1.0, small))
     assert params.keys() == {name.removeprefix("model.") for name in tiny_tensors()}
 
 
@@ -184,12 +184,14 @@ def test_a_scale_for_each_head_is_an_error(tmp_path, shape):
     )
 
 
-@pytest.mark.parametrize("value", [0.0, -0.5, np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [0.0, -0.5, np.nan, np.inf, -np.inf, 2.0**-127])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_scale_that_scales_nothing_is_an_error(tmp_path, index, value):
     name = f"model.layers.1.{MODELOPT[index]}"
     tensors = scale_tensors(1, MODELOPT) | {name: scale(value)}
-    refuse(tmp_path, rf"hf: {name} is {value!r}, not a finite number > 0$", **tensors)
+    refuse(
+        tmp_path, rf"hf: {name} is {value!r}, not a number from .*e-38 to", **tensors
+    )
 
 
 @pytest.mark.parametrize(

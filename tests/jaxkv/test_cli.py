@@ -42,7 +42,7 @@ def test_generate_reads_prompts_from_standard_input(checkpoint, capsys, monkeypa
 
 def test_generate_with_a_low_bit_cache(checkpoint, capsys):
     options = ["--kv-cache-dtype", "int4:int8", "--kv-cache-rotation"]
-    options += ["--kv-cache-skip-layers", "0", "--stats"]
+    options += ["--kv-cache-skip-layers", "0,0", "--stats"]
     arguments = ["-p", "first", "--max-tokens", "2", *options]
     assert main(["generate", str(checkpoint), *arguments, *LIMITS]) == 0
     heads = 2

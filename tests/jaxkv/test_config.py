@@ -119,17 +119,20 @@ def test_sizes_must_be_positive_integers(kind, name, value):
         ),
         *(
             (
-                "model",
+                kind,
                 {"kv_scales": (None, pair)},
-                "kv_scales of layer 1 must be None or two finite floats > 0, got "
-                f"{pair!r}",
+                f"kv_scales of layer 1 must be None or two floats from {2.0**-126} to "
+                f"{2.0**100}, got {pair!r}",
             )
+            for kind in ("model", "cache")
             for pair in (
                 (0.5,),
                 (0.5, None),
                 (0.5, 0.0),
                 (-0.5, 0.5),
                 (0.5, float("nan")),
+                (2.0**-127, 0.5),
+                (0.5, 1e31),
                 (float("inf"), 0.5),
                 (1, 0.5),
                 (0.5, "1"),
@@ -209,8 +212,9 @@ def test_sizes_must_be_positive_integers(kind, name, value):
         ),
         (
             "cache",
-            {"kv_scales": ((1.0, 1.0),)},
-            "kv_scales has 1 entries for 2 layers",
+            {"kv_scales": [(1.0, 1.0), None]},
+            "kv_scales must be empty or a tuple of 2 entries, one a layer and not all "
+            "None, got [(1.0, 1.0), None]",
         ),
         (
             "cache",
@@ -505,8 +509,8 @@ def test_pools_whose_bytes_mean_something_else_have_other_roots():
             "qk_norm": True,
         },
         # float32's 0.1, its smallest number and its largest
-        {"kv_scales": (None, (0.10000000149011612, 2.0**-149))},
-        {"kv_scales": ((3.4028234663852886e38, 1.0), (0.5, 448.0))},
+        {"kv_scales": (None, (0.10000000149011612, 2.0**-126))},
+        {"kv_scales": ((2.0**100, 1.0), (0.5, 448.0))},
     ],
     ids=["plain", "eos", "linear", "llama3", "flags", "kv_scales", "all_kv_scales"],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv import KVCache, LayerKV, paged_attention
+from jaxkv import KVCache, LayerKV, paged_attention, write_kv
 from jaxkv.device import attention as attention_module
 from pallas_kernels import target
 from tests.helpers import (
@@ -113,6 +113,44 @@ def check_low_bit(case, implementation):
     atol = LARGEST_VALUE * TOLERANCE["float32"]
     np.testing.assert_allclose(out, expected_out, atol=atol, rtol=0)
     np.testing.assert_allclose(lse, expected_lse, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "rotation"),
+    [("fp8_e4m3_static", False), ("int8:fp8_e5m2_static", False), ("int4", True)],
+)
+def test_queries_are_rotated_and_scaled_in_float32(
+    kv_cache_dtype, rotation, dtype, implementation
+):
+    """0.02 and 0.03 are no 16-bit floats: the log-sum-exp would show it."""
+    workload = Workload(rows=((1, 65), (4, 9)), head_dim=64)
+    case = low_bit_paged_case(workload, kv_cache_dtype, rotation=rotation)
+    case = dataclasses.replace(case, q=np.asarray(jnp.asarray(case.q, dtype)))
+    out, lse = run(case, implementation)
+    assert out.dtype == dtype
+    exact = dataclasses.replace(case, q=case.q.astype(np.float32))
+    expected_out, expected_lse = dense_attention(exact)
+    np.testing.assert_allclose(lse, expected_lse, atol=LARGEST_VALUE * 2e-5, rtol=0)
+    half_an_ulp = float(jnp.finfo(dtype).eps) / 2
+    error = np.abs(out.astype(np.float32) - expected_out)
+    assert (error <= 1.01 * half_an_ulp * np.abs(expected_out) + 1e-4).all()
+
+
+def test_rotated_float16_does_not_overflow():
+    """A rotated vector of equal elements has one that is 8 times as large."""
+    workload = Workload(rows=((1, 3),), head_dim=64)
+    case = low_bit_paged_case(workload, "int4", rotation=True)
+    values = jnp.full((3, 2, 64), 3e4, jnp.float16)
+    slots = jnp.asarray(case.block_tables[0, 0] * 8 + np.arange(3), jnp.int32)
+    cache = write_kv(case.cache, 0, values * 1e-5, values, slots)
+    case = dataclasses.replace(
+        case, cache=cache, q=np.full((1, 4, 64), 3e4, np.float16)
+    )
+    out, lse = run(case)
+    np.testing.assert_allclose(out.astype(np.float32), 3e4, rtol=0.03)
+    np.testing.assert_allclose(lse, 3e4 * 0.3 * 64 / 8 + np.log(3), rtol=0.03)
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,15 @@ def test_narrower_plain_formats_saturate_and_keep_nan(dtype):
     np.testing.assert_array_equal(got, [[[largest, -largest, 1.5, np.nan]]])
 
 
+@pytest.mark.parametrize("kv_format", DYNAMIC, ids=str)
+def test_decoded_vectors_fit_the_dtype_that_was_stored(kv_format):
+    largest = float(jnp.finfo(jnp.float16).max)
+    x = np.zeros((2, 1, 64), np.float16)
+    x[0, 0, 3], x[1, 0, 40] = largest, -np.inf
+    got = restore_outputs(decode(stored(x, kv_format)), kv_format)
+    assert np.isfinite(np.asarray(got).astype(np.float16)).all()
+
+
 def test_a_plain_format_of_the_inputs_dtype_changes_nothing():
     x = jnp.asarray([[[np.inf, np.nan, -0.0, 1e-45]]], jnp.float32)
     np.testing.assert_array_equal(encode(x, KVFormat("float32")), x)
