@@ -91,13 +91,13 @@ def paged_attention(
         "soft_cap": soft_cap,
         "interpret": interpret,
     }
+    if interpret is None:
+        check_hopper()
     check_supported(q, k_blocks.shape[2])
     keys, values = operand_of(k, q, "keys"), operand_of(v, q, "values")
     slots = k_blocks.shape[:3]
     _check_side("k", k, keys.pool(slots))
     _check_side("v", v, values.pool(slots))
-    if interpret is None:
-        check_hopper()
     tokens_per_row = -(-q.shape[0] // block_tables.shape[0])
     fitting = max_lines(keys) // (q.shape[1] // k_blocks.shape[1])
     is_plain = isinstance(keys, Plain) and isinstance(values, Plain)
