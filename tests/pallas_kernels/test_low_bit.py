@@ -395,4 +395,4 @@ def test_scales_that_do_not_fit_are_named():
         (arrays | {"v_blocks": arrays["v_blocks"][..., :32]}, "v_blocks has shape"),
     ):
         with pytest.raises(ValueError, match=message):
-            paged_attention(**wrong, scale=1.0)
+            paged_attention(**wrong, scale=1.0, interpret=INTERPRET)
