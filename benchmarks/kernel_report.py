@@ -1,14 +1,12 @@
 """What a run of the kernel benchmark leaves: a table, a plot and the records."""
 
+import functools
 import importlib
-import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kernel_peers
+from benchmarks import kernel_peers, report_files
 
 PEERS = tuple(
     name for name in kernel_peers.IMPLEMENTATIONS if name != kernel_peers.OURS
@@ -51,25 +49,9 @@ def _shown(value: float | None, spec: str, unit: str = "") -> str:
 
 
 def write(records: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
-    """Write kernels.jsonl, kernels.md and kernels.png into a folder, each whole.
-
-    What an earlier run wrote is replaced.
-
-    Returns:
-        Lines that say what is not there and why.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        new = Path(temporary)
-        (new / "kernels.jsonl").write_text(
-            "".join(f"{json.dumps(record)}\n" for record in records)
-        )
-        (new / "kernels.md").write_text(f"{table(records)}\n")
-        missing = _plot(records, new / "kernels.png")
-        (folder / "kernels.png").unlink(missing_ok=True)
-        for path in sorted(new.iterdir()):
-            os.replace(path, folder / path.name)
-    return [] if missing is None else [f"No plot: {missing}."]
+    """Write kernels.jsonl, kernels.md and kernels.png; see `report_files.write`."""
+    plot = functools.partial(_plot, records)
+    return report_files.write(folder, "kernels", records, table(records), plot)
 
 
 def _plot(records: Sequence[Mapping[str, Any]], path: Path) -> str | None:
@@ -81,10 +63,7 @@ def _plot(records: Sequence[Mapping[str, Any]], path: Path) -> str | None:
     timed = [r for r in records if r["decode"] and r["share_of_copy"] is not None]
     if not timed:
         return "no decode case has a time"
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ImportError:
-        return "matplotlib is not installed; it is in the dependency group `bench`"
+    figures = importlib.import_module("matplotlib.figure")
     all_kv_heads = sorted({record["kv_heads"] for record in timed})
     figure = figures.Figure(figsize=(6 * len(all_kv_heads), 4.5), layout="constrained")
     all_axes = figure.subplots(1, len(all_kv_heads), sharey=True, squeeze=False)[0]
