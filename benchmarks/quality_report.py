@@ -90,7 +90,7 @@ def _plot_over_bytes(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
             continue
         point = (record["bytes_per_token"], max(record["mean_kl"], _EXACT))
         axes.plot(*point, marker="o", linestyle="", color="C0" if k == v else "C1")
-        where = {"textcoords": "offset points", "rotation": 20, "fontsize": 7}
+        where = {"textcoords": "offset points", "rotation": 35, "fontsize": 7}
         axes.annotate(record["setting"], point, (5, 2), **where)
     axes.set_yscale("log")
     axes.margins(x=0.3)
