@@ -84,16 +84,19 @@ def _plot(records: Sequence[Mapping[str, Any]], path: Path) -> str | None:
 
 
 def _plot_over_bytes(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
-    for record in records:
+    sides = (("left", 5), ("right", -5))
+    shown = [record for record in records if REFERENCE not in record["formats"]]
+    shown.sort(key=lambda record: record["mean_kl"])
+    for number, record in enumerate(shown):
         k, v = record["formats"]
-        if REFERENCE in (k, v):
-            continue
         point = (record["bytes_per_token"], max(record["mean_kl"], _EXACT))
         axes.plot(*point, marker="o", linestyle="", color="C0" if k == v else "C1")
-        where = {"textcoords": "offset points", "rotation": 35, "fontsize": 7}
-        axes.annotate(record["setting"], point, (5, 2), **where)
+        # Names of neighbours lie on different sides.
+        side, offset = sides[number % 2]
+        where = {"textcoords": "offset points", "ha": side, "va": "center"}
+        axes.annotate(record["setting"], point, (offset, 0), fontsize=7, **where)
     axes.set_yscale("log")
-    axes.margins(x=0.3)
+    axes.margins(x=0.45)
     axes.set_xlabel("bytes of K and V for a token, scales included")
     axes.set_ylabel("mean KL to float32, nats")
     axes.grid(alpha=0.3)
