@@ -83,7 +83,7 @@ def paged_attention(
             message says what in it.
     """
     k, v = Stored(k_blocks, k_scales), Stored(v_blocks, v_scales)
-    _check_arguments(q, k_blocks, block_tables, kv_lens, cu_q_lens)
+    _check_arguments(q, k_blocks, v_blocks, block_tables, kv_lens, cu_q_lens)
     check_options(scale, window, soft_cap)
     options: dict[str, Any] = {
         "scale": scale,
@@ -112,6 +112,7 @@ def paged_attention(
 def _check_arguments(
     q: jax.Array,
     k_blocks: jax.Array,
+    v_blocks: jax.Array,
     block_tables: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
@@ -125,6 +126,11 @@ def _check_arguments(
             raise ValueError(f"{name} has shape {array.shape}, expected {dims}")
         if 0 in array.shape:
             raise ValueError(f"{name} has shape {array.shape}: nothing in it")
+    slots = k_blocks.shape[:3]
+    if v_blocks.shape[:3] != slots:
+        raise ValueError(
+            f"v_blocks has shape {v_blocks.shape}, expected {(*slots, 'head_dim')}"
+        )
     kv_heads, rows = k_blocks.shape[1], block_tables.shape[0]
     if q.shape[1] % kv_heads:
         raise ValueError(
