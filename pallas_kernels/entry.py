@@ -129,7 +129,8 @@ def _check_arguments(
     slots = k_blocks.shape[:3]
     if v_blocks.shape[:3] != slots:
         raise ValueError(
-            f"v_blocks has shape {v_blocks.shape}, expected {(*slots, 'head_dim')}"
+            f"v_blocks has shape {v_blocks.shape}, expected {slots} and a head_dim, as "
+            "k_blocks has"
         )
     kv_heads, rows = k_blocks.shape[1], block_tables.shape[0]
     if q.shape[1] % kv_heads:
