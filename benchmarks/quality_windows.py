@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -13,8 +14,7 @@ from benchmarks.quality_setting import REFERENCE, Setting
 from jaxkv.config import ModelConfig
 from jaxkv.device.cache import KVCache, init_cache
 from jaxkv.device.llama import Llama, Params, merge
-from jaxkv.device.step import Batch, forward
-from jaxkv.engine.batch import BatchBuilder, Bucket
+from jaxkv.device.step import Tokens, forward
 
 BLOCK_SIZE = 16
 _TILE = 128  # positions whose logits are in memory at once
@@ -91,16 +91,16 @@ def score_windows(
     scored: list[list[Scores]] = [[] for _ in settings]
     reference_nll = []
     for token_ids in windows.token_ids:
-        batch = _one_row(token_ids, config.vocab_size)
+        tokens = _one_row(token_ids)
         targets = token_ids[windows.context :]
         predicting = slice(windows.context - 1, -1)
-        hidden, reference_cache = run(params, reference_cache, batch)
+        hidden, reference_cache = run(params, reference_cache, tokens)
         reference = _logprobs(config, params, hidden[predicting])
         chosen = np.asarray(reference)[np.arange(len(targets)), targets]
         reference_nll.append(-chosen)
         progress(len(token_ids))
         for index, cache in enumerate(caches):
-            hidden, caches[index] = run(params, cache, batch)
+            hidden, caches[index] = run(params, cache, tokens)
             scores = _scores(config, params, hidden[predicting], reference, targets)
             scored[index].append(jax.device_get(scores))
             progress(len(token_ids))
@@ -123,34 +123,27 @@ def _empty_cache(config: ModelConfig, setting: Setting, windows: Windows) -> KVC
     )
 
 
-def _one_row(token_ids: np.ndarray, vocab_size: int) -> Batch:
-    """One row that computes all its tokens, in blocks 1, 2, 3, ..."""
+def _one_row(token_ids: np.ndarray) -> Tokens:
+    """One line that computes all its tokens, in blocks 1, 2, 3, ..."""
     length = len(token_ids)
     num_blocks = _blocks(length)
-    builder = BatchBuilder(
-        buckets=(),
-        block_size=BLOCK_SIZE,
-        num_blocks=1 + num_blocks,
-        max_model_len=num_blocks * BLOCK_SIZE,
-        vocab_size=vocab_size,
-    )
-    place = np.arange(length, dtype=np.int32)
-    return builder.empty(Bucket(rows=1, tokens=length))._replace(
-        token_ids=token_ids,
+    place = jnp.arange(length, dtype=jnp.int32)
+    return Tokens(
+        token_ids=jnp.asarray(token_ids),
         positions=place,
         slot_mapping=BLOCK_SIZE + place,
-        block_tables=1 + np.arange(num_blocks, dtype=np.int32)[None],
-        kv_lens=np.asarray([length], np.int32),
-        cu_q_lens=np.asarray([0, length], np.int32),
+        block_tables=1 + jnp.arange(num_blocks, dtype=jnp.int32)[None],
+        kv_lens=jnp.asarray([length], jnp.int32),
+        cu_q_lens=jnp.asarray([0, length], jnp.int32),
     )
 
 
 def _step(config: ModelConfig) -> Callable[..., tuple[jax.Array, KVCache]]:
-    """Return the jitted (params, cache, batch) -> (hidden, cache), cache donated."""
+    """Return the jitted (params, cache, tokens) -> (hidden, cache), cache donated."""
 
     @functools.partial(jax.jit, donate_argnums=(1,))
-    def step(params, cache, batch):
-        return forward(merge(config, params), cache, batch)
+    def step(params, cache, tokens):
+        return forward(merge(config, params), cache, tokens)
 
     return step
 

@@ -131,7 +131,8 @@ class Simulation:
         self.clock += self.time.step(rows, num_moved * self.scheduler.pool.block_size)
         self._count_recomputed(schedule)
         sampled = [
-            self._output(row.request) if row.samples else None for row in schedule.rows
+            self._output(row.request) if row.num_samples else None
+            for row in schedule.rows
         ]
         for request in self.scheduler.commit(schedule, sampled):
             self.first_token.setdefault(request.request_id, self.clock)

@@ -423,6 +423,13 @@ class EngineConfig:
         prefill_rate: Prompt tokens computed in a second; None: likewise.
         enable_prefix_caching: Requests find the blocks of equal first tokens that
             others computed.
+        async_scheduling: Schedule and dispatch each step before the last one's tokens
+            are known to the host, which then works while the device does. `step`
+            reports one step late, and a request that turns out to have ended costs at
+            most one token computed in vain.
+        multi_step: Decoding steps that run as one when everybody decodes. The host has
+            less to do; requests are admitted and reported less often, and a stop string
+            costs up to so many tokens computed in vain.
         warmup: `eager` compiles every bucket in the constructor, `lazy` on first use.
         debug_blocks: Find faults in the handling of blocks, for several times the
             host's work: check before every step that each slot that attention is going
@@ -451,6 +458,8 @@ class EngineConfig:
     swap_bandwidth: float | None = None
     prefill_rate: float | None = None
     enable_prefix_caching: bool = True
+    async_scheduling: bool = True
+    multi_step: int = 1
     warmup: Literal["eager", "lazy"] = "eager"
     debug_blocks: bool = False
     attention_implementation: str = "auto"
@@ -463,6 +472,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_num_partial_prefills",
+            "multi_step",
         )
         for name in ("num_blocks", "max_model_len"):
             if getattr(self, name) is not None:
@@ -488,10 +498,12 @@ class EngineConfig:
             _require(
                 value in allowed, f"{name} must be one of {allowed}, got {value!r}"
             )
-        _require(
-            isinstance(self.debug_blocks, bool),
-            f"debug_blocks must be True or False, got {self.debug_blocks!r}",
-        )
+        for name in ("async_scheduling", "debug_blocks"):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, bool),
+                f"{name} must be True or False, got {value!r}",
+            )
         _require(
             isinstance(self.memory_fraction, int | float)
             and 0 < self.memory_fraction <= 1,

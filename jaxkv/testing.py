@@ -11,10 +11,11 @@ import numpy as np
 
 from jaxkv.config import EngineConfig, ModelConfig
 from jaxkv.device.llama import init_params
-from jaxkv.device.sampling import MAX_LOGPROBS, Logprobs
+from jaxkv.device.sampling import MAX_LOGPROBS, MAX_STOP_IDS, Logprobs
 from jaxkv.device.step import Batch, StepOutput
+from jaxkv.engine.batch import BatchBuilder, NewRows
 from jaxkv.engine.checks import EngineLimits
-from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine import Engine, make_builder
 
 SCRIPTED_VOCAB_SIZE = 2**20
 
@@ -73,20 +74,24 @@ def scripted_engine(
         eos_token_ids=eos_token_ids,
         kv_bytes_per_token=8,  # one int64 token id
     )
-    runner = _ScriptedRunner(next_token, config.num_blocks, config.block_size)
-    return Engine(runner, limits, config, tokenizer)
+    builder = make_builder(limits, config)
+    runner = _ScriptedRunner(next_token, builder)
+    return Engine(runner, builder, limits, config, tokenizer)
 
 
 class _ScriptedRunner:
     """A device whose cache holds token ids instead of keys and values."""
 
-    def __init__(
-        self, next_token: Callable[[list[int]], int], num_blocks: int, block_size: int
-    ):
+    def __init__(self, next_token: Callable[[list[int]], int], builder: BatchBuilder):
         self.num_compilations = 0
         self.compile_seconds = 0.0
         self._next_token = next_token
-        self._slots = np.full((num_blocks, block_size), -1, np.int64)
+        lines, width = builder.max_num_seqs + 1, builder.table_width
+        self._slots = np.full((builder.num_blocks, builder.block_size), -1, np.int64)
+        self._tables = np.zeros((lines, width), np.int32)
+        self._last_tokens = np.full(lines, -1, np.int64)
+        self._min_lens = np.zeros(lines, np.int32)
+        self._stop_ids = np.zeros((lines, MAX_STOP_IDS), np.int32)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all read before any is written."""
@@ -105,30 +110,53 @@ class _ScriptedRunner:
         """Overwrite the tokens of whole blocks with what is none."""
         self._slots[list(block_ids)] = -1
 
-    def execute(self, batch: Batch) -> StepOutput:
+    def set_rows(self, new_rows: NewRows) -> None:
+        """Give rows to other requests; the last tokens of these are not known."""
+        self._tables[new_rows.rows] = new_rows.block_tables
+        self._min_lens[new_rows.rows] = new_rows.params.min_lens
+        self._stop_ids[new_rows.rows] = new_rows.params.stop_ids
+
+    def dispatch(self, batch: Batch, num_steps: int = 1) -> StepOutput:
         """Write the batch's tokens to their slots and read back every row's."""
-        self._slots.reshape(-1)[batch.slot_mapping] = batch.token_ids
-        rows = len(batch.kv_lens)
-        token_ids = np.zeros(rows, np.int32)
-        logprobs = _no_logprobs(rows)
-        for row in range(rows):
-            if batch.cu_q_lens[row + 1] > batch.cu_q_lens[row]:
-                tokens = self._slots[batch.block_tables[row]].reshape(-1)
-                seen = tokens[: batch.kv_lens[row]].tolist()
-                token_ids[row] = self._next_token(seen)
-                logprobs.top_ids[row] = token_ids[row] + np.arange(MAX_LOGPROBS)
-                logprobs.top[row] = -np.log(2) * np.arange(1, MAX_LOGPROBS + 1)
-                logprobs.chosen[row] = logprobs.top[row, 0]
+        rows, places, block_ids = batch.new_blocks
+        is_new = places < self._tables.shape[1]
+        self._tables[rows[is_new], places[is_new]] = block_ids[is_new]
+        token_ids = batch.token_ids.astype(np.int64)
+        pending = batch.pending_places < len(token_ids)
+        last = self._last_tokens[batch.rows[pending]]
+        token_ids[batch.pending_places[pending]] = last
+        self._slots.reshape(-1)[batch.slot_mapping] = token_ids
+        lines = len(batch.rows)
+        chosen = np.zeros((num_steps, lines), np.int32)
+        for line in np.flatnonzero(np.diff(batch.cu_q_lens)):
+            row, kv_len = batch.rows[line], batch.kv_lens[line]
+            for step in range(max(1, batch.num_samples[line])):
+                if step > 0:
+                    token = chosen[step - 1, line]
+                    is_past_minimum = kv_len >= self._min_lens[row]
+                    if token in self._stop_ids[row] and is_past_minimum:
+                        break
+                    place, offset = divmod(kv_len, self._slots.shape[1])
+                    self._slots[self._tables[row, place], offset] = token
+                    kv_len += 1
+                seen = self._slots[self._tables[row]].reshape(-1)[:kv_len]
+                chosen[step, line] = self._next_token(seen.tolist())
+                if batch.num_samples[line]:
+                    self._last_tokens[row] = chosen[step, line]
+        ranks = np.arange(MAX_LOGPROBS)
+        top = np.broadcast_to(
+            (-np.log(2) * (1 + ranks)).astype(np.float32), (*chosen.shape, len(ranks))
+        )
         return StepOutput(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=_no_logprobs(len(batch.token_ids)),
+            token_ids=chosen,
+            logprobs=Logprobs(top[..., 0], chosen[..., None] + ranks, top),
+            prompt_logprobs=Logprobs(
+                np.zeros(len(token_ids), np.float32),
+                np.zeros((len(token_ids), MAX_LOGPROBS), np.int32),
+                np.zeros((len(token_ids), MAX_LOGPROBS), np.float32),
+            ),
         )
 
-
-def _no_logprobs(rows: int) -> Logprobs:
-    return Logprobs(
-        chosen=np.zeros(rows, np.float32),
-        top_ids=np.zeros((rows, MAX_LOGPROBS), np.int32),
-        top=np.zeros((rows, MAX_LOGPROBS), np.float32),
-    )
+    def collect(self, dispatched: StepOutput) -> StepOutput:
+        """Return the step, which is done already."""
+        return dispatched

@@ -18,11 +18,10 @@ from jaxkv import EngineConfig, SamplingParams
 from jaxkv.config import CacheConfig
 from jaxkv.device.cache import init_cache
 from jaxkv.device.llama import merge
-from jaxkv.device.step import forward
-from jaxkv.engine.batch import BatchBuilder, Bucket
+from jaxkv.device.step import Tokens, forward
 from jaxkv.engine.checkpoint import load_config, load_params, load_tokenizer
 from jaxkv.engine.checks import EngineLimits
-from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine import Engine, make_builder
 from jaxkv.engine.runner import ModelRunner
 from tests.helpers import FIXTURES, run_engine, token_ids
 
@@ -59,13 +58,18 @@ class SmolLM2:
             self.params,
             self.config,
             self.cache_config,
+            make_builder(self.limits(CONFIG), CONFIG),
             num_token_ids=self.config.vocab_size,
             attention_implementation="xla",
         )
 
     def engine(self, **changes):
         config = dataclasses.replace(CONFIG, **changes)
-        limits = EngineLimits(
+        limits = self.limits(config)
+        return Engine(self.runner, make_builder(limits, config), limits, config)
+
+    def limits(self, config):
+        return EngineLimits(
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
             vocab_size=self.config.vocab_size,
@@ -73,7 +77,6 @@ class SmolLM2:
             eos_token_ids=self.config.eos_token_ids,
             kv_bytes_per_token=self.cache_config.bytes_per_token,
         )
-        return Engine(self.runner, limits, config)
 
 
 @pytest.fixture(scope="module")
@@ -194,17 +197,17 @@ def test_logits_at_the_last_positions_of_a_prompt_equal_transformers(smollm2):
     golden = np.load(FIXTURES / "smollm2_golden_logits.npz")
     (case,) = (c for c in GOLDEN["cases"] if c["name"] == str(golden["prompt_name"]))
     prompt = case["prompt"]
-    batch = prefill_batch(prompt, num_blocks=16)
+    tokens = prefill_tokens(prompt, num_blocks=16)
     params = smollm2.params
 
     @jax.jit
-    def last_logits(params, cache, batch):
+    def last_logits(params, cache, tokens):
         model = merge(smollm2.config, params)
-        hidden, _ = forward(model, cache, batch, "xla")
+        hidden, _ = forward(model, cache, tokens, "xla")
         return model.logits(hidden[golden["positions"]])
 
     cache = init_cache(dataclasses.replace(smollm2.cache_config, num_blocks=16))
-    logits = np.asarray(last_logits(params, cache, batch), np.float64)
+    logits = np.asarray(last_logits(params, cache, tokens), np.float64)
     np.testing.assert_allclose(logits[:, ::16], golden["every_16th"], atol=1e-3, rtol=0)
     np.testing.assert_allclose(
         np.take_along_axis(logits, golden["top_ids"].astype(np.int64), axis=1),
@@ -217,25 +220,17 @@ def test_logits_at_the_last_positions_of_a_prompt_equal_transformers(smollm2):
     np.testing.assert_allclose(logsumexp, golden["logsumexp"], atol=1e-3, rtol=0)
 
 
-def prefill_batch(prompt, num_blocks):
-    """One row that computes a whole prompt in blocks 1, 2, 3, ..."""
-    builder = BatchBuilder(
-        buckets=(),
-        block_size=16,
-        num_blocks=num_blocks,
-        max_model_len=(num_blocks - 1) * 16,
-        vocab_size=49152,
-    )
+def prefill_tokens(prompt, num_blocks):
+    """One line that computes a whole prompt in blocks 1, 2, 3, ..."""
     length = len(prompt)
-    batch = builder.empty(Bucket(rows=1, tokens=length))
     place = np.arange(length, dtype=np.int32)
-    return batch._replace(
+    return Tokens(
         token_ids=jnp.asarray(prompt, jnp.int32),
-        positions=place,
-        slot_mapping=16 + place,
-        block_tables=np.arange(1, num_blocks, dtype=np.int32)[None],
-        kv_lens=np.asarray([length], np.int32),
-        cu_q_lens=np.asarray([0, length], np.int32),
+        positions=jnp.asarray(place),
+        slot_mapping=jnp.asarray(16 + place),
+        block_tables=jnp.arange(1, num_blocks, dtype=jnp.int32)[None],
+        kv_lens=jnp.asarray([length], jnp.int32),
+        cu_q_lens=jnp.asarray([0, length], jnp.int32),
     )
 
 

@@ -12,6 +12,7 @@ The logits of a large batch are large, so whatever is made of them is made for a
 rows at a time; and what a rule drops is said by a threshold, not by other logits.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,8 +25,8 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 MAX_LOGPROBS = 20
 """Most alternatives returned beside a token."""
 
-MAX_SUPPRESSED = 32
-"""Most ids that `min_tokens` can hold back: EOS ids and the user's stop ids."""
+MAX_STOP_IDS = 32
+"""Most ids of a row that the device knows to end it: EOS ids and the user's."""
 
 PRNG_IMPL = "threefry2x32"
 """Fixed, so that a seed means the same whatever JAX's default is."""
@@ -43,10 +44,10 @@ class SamplingInputs(NamedTuple):
         temperature: 0 takes the likeliest token.
         top_k: 0 is off.
         keys: Key data of each request's own key, its child folded in.
-        positions: Place of the token to draw in its request; folded into the key.
-        history: The row's tokens so far, read only if a row has a penalty.
-        history_lens: How many of them there are.
-        prompt_lens: How many of those are the prompt's.
+        positions: Place of the token to draw in its request: folded into the key, and
+            how many tokens came before.
+        histories: The row's line in the `history` that is read if it has a penalty.
+        prompt_lens: How many tokens before are the prompt's.
         suppressed_ids: Ids that may not be drawn; padded with the vocabulary's size.
         wants_logprobs: Whether any row asks for log-probabilities.
     """
@@ -60,10 +61,9 @@ class SamplingInputs(NamedTuple):
     frequency_penalty: Float[Array, " rows"]
     keys: UInt32[Array, "rows 2"]
     positions: Int32[Array, " rows"]
-    history: Int32[Array, "rows max_model_len"]
-    history_lens: Int32[Array, " rows"]
+    histories: Int32[Array, " rows"]
     prompt_lens: Int32[Array, " rows"]
-    suppressed_ids: Int32[Array, "rows max_suppressed"]
+    suppressed_ids: Int32[Array, "rows max_stop_ids"]
     wants_logprobs: Bool[Array, ""]
 
 
@@ -82,7 +82,9 @@ class Logprobs(NamedTuple):
 
 
 def sample(
-    logits: Float[Array, "rows vocab"], inputs: SamplingInputs
+    logits: Float[Array, "rows vocab"],
+    inputs: SamplingInputs,
+    history: Int32[Array, "histories max_model_len"],
 ) -> tuple[Int32[Array, " rows"], Logprobs]:
     """Choose one token a row.
 
@@ -91,6 +93,7 @@ def sample(
     Args:
         logits: float32; -inf where a token may never be chosen.
         inputs: Each row's parameters.
+        history: Tokens so far, of which `inputs.histories` says whose they are.
 
     Returns:
         The tokens, and the log-softmax of the logits as they came in; zeros where
@@ -106,7 +109,9 @@ def sample(
     tokens = lax.cond(
         is_plain,
         lambda logits, _: _likeliest(logits),
-        lambda logits, inputs: _in_tiles(_choose, logits, inputs),
+        lambda logits, inputs: _in_tiles(
+            functools.partial(_choose, history), logits, inputs
+        ),
         logits,
         inputs,
     )
@@ -157,11 +162,15 @@ def _in_tiles[Result](
 
 
 def _choose(
-    logits: Float[Array, "rows vocab"], inputs: SamplingInputs
+    history: Int32[Array, "histories max_model_len"],
+    logits: Float[Array, "rows vocab"],
+    inputs: SamplingInputs,
 ) -> Int32[Array, " rows"]:
     """Choose one token a row, whatever the rows ask for."""
     penalised = lax.cond(
-        _any_penalty(inputs), _apply_penalties, lambda logits, _: logits, logits, inputs
+        _any_penalty(inputs),
+        lambda: _apply_penalties(logits, inputs, history[inputs.histories]),
+        lambda: logits,
     )
     allowed = _suppress(penalised, inputs.suppressed_ids)
     greedy = _likeliest(allowed)
@@ -218,7 +227,9 @@ def _any_penalty(inputs: SamplingInputs) -> Bool[Array, ""]:
 
 
 def _apply_penalties(
-    logits: Float[Array, "rows vocab"], inputs: SamplingInputs
+    logits: Float[Array, "rows vocab"],
+    inputs: SamplingInputs,
+    history: Int32[Array, "rows max_model_len"],
 ) -> Float[Array, "rows vocab"]:
     """Penalise what was said.
 
@@ -226,27 +237,27 @@ def _apply_penalties(
     presence and frequency, as OpenAI defines them, count generated tokens only.
     """
     rows, vocab = logits.shape
-    place = jnp.arange(inputs.history.shape[1], dtype=jnp.int32)[None, :]
-    is_token = place < inputs.history_lens[:, None]
+    place = jnp.arange(history.shape[1], dtype=jnp.int32)[None, :]
+    is_token = place < inputs.positions[:, None]
     is_output = is_token & (place >= inputs.prompt_lens[:, None])
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
 
-    said = jnp.take_along_axis(logits, inputs.history, axis=1)
+    said = jnp.take_along_axis(logits, history, axis=1)
     repetition = inputs.repetition_penalty[:, None]
     said = jnp.where(said > 0, said / repetition, said * repetition)
     # Ids of `vocab` are dropped; a token said twice is written twice, the same.
-    ids = jnp.where(is_token, inputs.history, vocab)
+    ids = jnp.where(is_token, history, vocab)
     logits = logits.at[row, ids].set(said, mode="drop")
 
     counts = jnp.zeros(logits.shape, jnp.float32)
-    counts = counts.at[row, inputs.history].add(is_output.astype(jnp.float32))
+    counts = counts.at[row, history].add(is_output.astype(jnp.float32))
     logits = logits - inputs.frequency_penalty[:, None] * counts
     return logits - inputs.presence_penalty[:, None] * jnp.minimum(counts, 1.0)
 
 
 def _suppress(
     logits: Float[Array, "rows vocab"],
-    suppressed_ids: Int32[Array, "rows max_suppressed"],
+    suppressed_ids: Int32[Array, "rows max_stop_ids"],
 ) -> Float[Array, "rows vocab"]:
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     return logits.at[row, suppressed_ids].set(-jnp.inf, mode="drop")

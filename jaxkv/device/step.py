@@ -1,9 +1,11 @@
 """The contract between host and device, and the one jitted step.
 
-`Batch` is all that goes to the device in a step, `StepOutput` all that comes back;
-the cache stays there, donated to every step and returned by it.
+`Batch` is all that goes to the device in a step, `StepOutput` all that comes back. The
+cache and the state of the rows stay there, donated to every step and returned by it; so
+the next step can be dispatched before the host has seen what the last one chose.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,73 +14,110 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv.config import ModelConfig
+from jaxkv.config import NULL_BLOCK, ModelConfig
 from jaxkv.device.attention import paged_attention
 from jaxkv.device.cache import KVCache, write_kv
 from jaxkv.device.llama import Llama, merge, param_shapes
-from jaxkv.device.sampling import (
-    Logprobs,
-    SamplingInputs,
-    empty_logprobs,
-    sample,
-    token_logprobs,
+from jaxkv.device.rows import (
+    RowState,
+    append_tokens,
+    extend_tables,
+    has_stopped,
+    sampling_inputs,
 )
+from jaxkv.device.sampling import Logprobs, empty_logprobs, sample, token_logprobs
 
 _PROMPT_LOGPROBS_TILE = 16
 
 
-class Batch(NamedTuple):
-    """One step's input: the rows' tokens one after another, then padding.
+class Tokens(NamedTuple):
+    """What the decoder runs over: the tokens of its lines one after another.
 
-    Padding tokens have id 0, position 0 and a slot in `NULL_BLOCK`; padding rows have
+    Padding tokens have id 0, position 0 and a slot in `NULL_BLOCK`; padding lines have
     no queries and kv_len 0.
 
     Attributes:
         positions: Each token's position in its request, for RoPE; apart from where
             its key lies in the cache.
         slot_mapping: Where each token's K and V are written.
-        block_tables: The rows' blocks, for the one layer group there is.
-        kv_lens: Tokens each row attends to, this step's included.
-        cu_q_lens: Offsets of the rows' tokens.
-        sample_indices: For each row the token whose logits choose the next one.
-        prompt_targets: The token that follows each one in its prompt, for prompt
-            log-probabilities.
-        wants_prompt_logprobs: Whether any row asks for those.
-        sampling: How each row's token is chosen.
+        block_tables: The lines' blocks, for the one layer group there is.
+        kv_lens: Tokens each line attends to, this step's included.
+        cu_q_lens: Offsets of the lines' tokens.
     """
 
     token_ids: Int32[Array, " tokens"]
     positions: Int32[Array, " tokens"]
     slot_mapping: Int32[Array, " tokens"]
-    block_tables: Int32[Array, "rows width"]
-    kv_lens: Int32[Array, " rows"]
-    cu_q_lens: Int32[Array, " rows+1"]
-    sample_indices: Int32[Array, " rows"]
+    block_tables: Int32[Array, "lines width"]
+    kv_lens: Int32[Array, " lines"]
+    cu_q_lens: Int32[Array, " lines+1"]
+
+
+class Batch(NamedTuple):
+    """One step's input: for each row that takes part a line, then padding.
+
+    Padding is as in `Tokens`, whose fields are not said again here.
+
+    Attributes:
+        rows: The row of each line; of padding the one behind all rows.
+        pending_places: For each line where among the tokens the last one goes that
+            was chosen for its row, and that the host may not know; off the end: it
+            brings all its tokens.
+        new_blocks: For `extend_tables`.
+        sample_indices: For each line the token whose logits choose the next one.
+        num_samples: Tokens to choose for each line: 0, 1, or of several steps in one
+            as many as it takes part in.
+        prompt_targets: The token that follows each one in its prompt, for prompt
+            log-probabilities.
+        wants_prompt_logprobs: Whether any line asks for those.
+        wants_logprobs: Whether any asks for log-probabilities of what it chooses.
+    """
+
+    rows: Int32[Array, " lines"]
+    token_ids: Int32[Array, " tokens"]
+    pending_places: Int32[Array, " lines"]
+    positions: Int32[Array, " tokens"]
+    slot_mapping: Int32[Array, " tokens"]
+    new_blocks: Int32[Array, "3 tokens"]
+    kv_lens: Int32[Array, " lines"]
+    cu_q_lens: Int32[Array, " lines+1"]
+    sample_indices: Int32[Array, " lines"]
+    num_samples: Int32[Array, " lines"]
     prompt_targets: Int32[Array, " tokens"]
     wants_prompt_logprobs: Bool[Array, ""]
-    sampling: SamplingInputs
+    wants_logprobs: Bool[Array, ""]
 
 
 class StepOutput(NamedTuple):
-    """One step's result.
+    """The result of one step, or of several in one.
 
     Attributes:
-        token_ids: The token each row chose; meaningless for rows that do not sample.
-        logprobs: Theirs; zeros unless some row wants them.
-        prompt_logprobs: One line per token of the batch: of its prompt target; zeros
-            unless some row wants them.
+        token_ids: The token each line chose in each step; meaningless for lines that
+            do not sample, or have stopped.
+        logprobs: Theirs; zeros unless some line wants them.
+        prompt_logprobs: Of the first step one line per token of the batch: of its
+            prompt target; zeros unless some line wants them.
+
+    On the host what nobody wants is None.
     """
 
-    token_ids: Int32[Array, " rows"]
-    logprobs: Logprobs
-    prompt_logprobs: Logprobs
+    token_ids: Int32[Array, "steps lines"]
+    logprobs: Logprobs | None
+    prompt_logprobs: Logprobs | None
 
 
-Step = Callable[[tuple[jax.Array, ...], KVCache, Batch], tuple[StepOutput, KVCache]]
+Step = Callable[
+    [tuple[jax.Array, ...], KVCache, RowState, Batch],
+    tuple[StepOutput, KVCache, RowState],
+]
 
 
 def make_step(
-    config: ModelConfig, *, num_token_ids: int, attention_implementation: str
+    config: ModelConfig,
+    *,
+    num_token_ids: int,
+    attention_implementation: str,
+    num_steps: int = 1,
 ) -> Step:
     """Build the function that runs one step of a model; the engine jits it.
 
@@ -87,37 +126,134 @@ def make_step(
         num_token_ids: Ids from here on are padding of the vocabulary and are never
             chosen.
         attention_implementation: As `paged_attention`'s `implementation`.
+        num_steps: Decoding steps that it runs as one. With more than one the batch
+            has as many tokens as lines, one each.
 
     Returns:
-        step(params, cache, batch) -> (StepOutput, cache). `params` are flat arrays in
-        the order of `param_shapes(config)`. Donate the cache and nothing else.
+        step(params, cache, rows, batch) -> (StepOutput, cache, rows). `params` are flat
+        arrays in the order of `param_shapes(config)`. Donate the cache and the rows
+        and nothing else.
     """
     names = tuple(param_shapes(config))
 
     def step(
-        params: tuple[jax.Array, ...], cache: KVCache, batch: Batch
-    ) -> tuple[StepOutput, KVCache]:
+        params: tuple[jax.Array, ...], cache: KVCache, rows: RowState, batch: Batch
+    ) -> tuple[StepOutput, KVCache, RowState]:
         model = merge(config, dict(zip(names, params, strict=True)))
-        hidden, cache = forward(model, cache, batch, attention_implementation)
-        logits = _masked_logits(model, hidden[batch.sample_indices], num_token_ids)
-        token_ids, logprobs = sample(logits, batch.sampling)
-        output = StepOutput(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=_prompt_logprobs(model, hidden, batch, num_token_ids),
+        rows = extend_tables(rows, batch.new_blocks)
+        tokens = _first_tokens(batch, rows)
+        hidden, cache = forward(model, cache, tokens, attention_implementation)
+        choose = functools.partial(_choose, model, batch, num_token_ids)
+        chosen, rows = choose(
+            hidden[batch.sample_indices], rows, batch.kv_lens, batch.num_samples > 0
         )
-        return output, cache
+        prompt_logprobs = _prompt_logprobs(model, hidden, batch, num_token_ids)
+        if num_steps == 1:
+            token_ids, logprobs = jax.tree.map(lambda array: array[None], chosen)
+            return StepOutput(token_ids, logprobs, prompt_logprobs), cache, rows
+
+        def go_on(index: jax.Array, carry: tuple) -> tuple:
+            cache, rows, chosen, is_running = carry
+            last = chosen[0][index - 1]
+            is_running &= ~has_stopped(
+                rows, batch.rows, batch.kv_lens + index - 1, last
+            )
+            is_running &= batch.num_samples > index
+            kv_lens = jnp.where(is_running, batch.kv_lens + index, 0)
+            tokens = _next_tokens(batch, rows, cache.block_size, last, kv_lens)
+            hidden, cache = forward(model, cache, tokens, attention_implementation)
+            new, rows = choose(hidden, rows, kv_lens, is_running)
+            chosen = jax.tree.map(lambda all, x: all.at[index].set(x), chosen, new)
+            return cache, rows, chosen, is_running
+
+        chosen = jax.tree.map(
+            lambda first: (
+                jnp.zeros((num_steps, *first.shape), first.dtype).at[0].set(first)
+            ),
+            chosen,
+        )
+        cache, rows, (token_ids, logprobs), _ = lax.fori_loop(
+            jnp.int32(1),
+            jnp.int32(num_steps),
+            go_on,
+            (cache, rows, chosen, batch.num_samples > 1),
+        )
+        return StepOutput(token_ids, logprobs, prompt_logprobs), cache, rows
 
     return step
+
+
+def _first_tokens(batch: Batch, rows: RowState) -> Tokens:
+    """Complete a batch with what only the device has."""
+    last = rows.last_tokens[batch.rows]
+    return Tokens(
+        token_ids=batch.token_ids.at[batch.pending_places].set(last, mode="drop"),
+        positions=batch.positions,
+        slot_mapping=batch.slot_mapping,
+        block_tables=rows.block_tables[batch.rows],
+        kv_lens=batch.kv_lens,
+        cu_q_lens=batch.cu_q_lens,
+    )
+
+
+def _next_tokens(
+    batch: Batch,
+    rows: RowState,
+    block_size: int,
+    token_ids: Int32[Array, " lines"],
+    kv_lens: Int32[Array, " lines"],
+) -> Tokens:
+    """Return what runs after a decoding step: the tokens that it chose.
+
+    Args:
+        batch: Of the first step: a token a line.
+        rows: All rows.
+        block_size: Of the cache.
+        token_ids: The tokens chosen last.
+        kv_lens: How many each line has with that one; 0: it does not go on, and is
+            padding from now on.
+    """
+    tables = rows.block_tables[batch.rows]
+    positions = jnp.maximum(kv_lens - 1, 0)
+    places = (positions // block_size)[:, None]
+    block_ids = jnp.take_along_axis(tables, places, axis=1)[:, 0]
+    slots = block_ids * block_size + positions % block_size
+    return Tokens(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=jnp.where(kv_lens > 0, slots, NULL_BLOCK * block_size),
+        block_tables=tables,
+        kv_lens=kv_lens,
+        cu_q_lens=batch.cu_q_lens,
+    )
+
+
+def _choose(
+    model: Llama,
+    batch: Batch,
+    num_token_ids: int,
+    hidden: Float[Array, "lines hidden"],
+    rows: RowState,
+    num_tokens: Int32[Array, " lines"],
+    is_sampling: Bool[Array, " lines"],
+) -> tuple[tuple[Int32[Array, " lines"], Logprobs], RowState]:
+    """Choose the next tokens of lines that have so many, and note them."""
+    logits = _masked_logits(model, hidden, num_token_ids)
+    inputs = sampling_inputs(
+        rows, batch.rows, num_tokens, is_sampling, batch.wants_logprobs
+    )
+    token_ids, logprobs = sample(logits, inputs, rows.history)
+    rows = append_tokens(rows, batch.rows, num_tokens, token_ids, is_sampling)
+    return (token_ids, logprobs), rows
 
 
 def forward(
     model: Llama,
     cache: KVCache,
-    batch: Batch,
+    tokens: Tokens,
     attention_implementation: str = "auto",
 ) -> tuple[Float[Array, "tokens hidden"], KVCache]:
-    """Run the decoder over a batch: write each layer's K and V, then attend.
+    """Run the decoder over tokens: write each layer's K and V, then attend.
 
     Returns:
         Hidden states for `model.logits`, and the cache with this step's tokens.
@@ -125,20 +261,20 @@ def forward(
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         nonlocal cache
-        cache = write_kv(cache, layer, k, v, batch.slot_mapping)
+        cache = write_kv(cache, layer, k, v, tokens.slot_mapping)
         out = paged_attention(
             q,
             cache,
             layer,
-            block_tables=batch.block_tables,
-            kv_lens=batch.kv_lens,
-            cu_q_lens=batch.cu_q_lens,
+            block_tables=tokens.block_tables,
+            kv_lens=tokens.kv_lens,
+            cu_q_lens=tokens.cu_q_lens,
             implementation=attention_implementation,
         )
         assert isinstance(out, jax.Array)
         return out
 
-    return model(batch.token_ids, batch.positions, attend), cache
+    return model(tokens.token_ids, tokens.positions, attend), cache
 
 
 def _masked_logits(

@@ -1,5 +1,8 @@
 """From a `Schedule` to a padded `Batch`: buckets, staging arrays, value checks.
 
+What the device knows of a row already is left out: a row is set when a request gets
+it, and from then on only new blocks of its table are sent.
+
 Inside jit nothing raises: an index out of range is clamped, dropped or wraps around.
 So every value is checked here, on the host, before the step.
 """
@@ -7,14 +10,14 @@ So every value is checked here, on the host, before the step.
 # Batch and StepOutput hold numpy arrays on this side of the step, jax.Array inside it.
 # pyright: reportArgumentType=false
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxkv.config import NULL_BLOCK
-from jaxkv.device.sampling import MAX_SUPPRESSED, SamplingInputs
+from jaxkv.device.rows import RowParams
+from jaxkv.device.sampling import MAX_STOP_IDS
 from jaxkv.device.step import Batch
 from jaxkv.host.request import Request
 from jaxkv.host.schedule import Schedule, ScheduledRow
@@ -58,8 +61,24 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket
     return tuple(sorted(buckets, key=lambda bucket: (bucket.tokens, bucket.rows)))
 
 
+class NewRows(NamedTuple):
+    """Rows that other requests have now: arguments of `set_rows` and `set_history`.
+
+    Attributes:
+        rows: Which.
+        block_tables: Their tables, [rows, width].
+        params: How their tokens are chosen, a line for each.
+        histories: All tokens of those with a penalty, by row.
+    """
+
+    rows: list[int]
+    block_tables: np.ndarray
+    params: RowParams
+    histories: dict[int, list[int]]
+
+
 class BatchBuilder:
-    """Makes each step's `Batch`; the only state is what all batches share."""
+    """Makes each step's `Batch`, and remembers what the device knows of the rows."""
 
     def __init__(
         self,
@@ -67,15 +86,27 @@ class BatchBuilder:
         buckets: tuple[Bucket, ...],
         block_size: int,
         num_blocks: int,
+        max_num_seqs: int,
         max_model_len: int,
         vocab_size: int,
     ):
         self.buckets = buckets
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.table_width = -(-max_model_len // block_size)
+        # Of each row of which admission it is, and how many blocks were sent.
+        self._known: dict[int, tuple[int, int]] = {}
+
+    def variants(self, multi_step: int) -> list[tuple[Bucket, int]]:
+        """List all steps to compile: buckets, each with its number of steps in one."""
+        variants = [(bucket, 1) for bucket in self.buckets]
+        if multi_step > 1:
+            decoding = [b for b in self.buckets if b.rows == b.tokens]
+            variants += [(bucket, multi_step) for bucket in decoding]
+        return variants
 
     def bucket_for(self, q_lens: Sequence[int]) -> Bucket:
         """Return the bucket for rows of so many tokens.
@@ -103,7 +134,7 @@ class BatchBuilder:
         schedule: Schedule,
         table_of: Callable[[str], list[int]],
         key_of: Callable[[str], np.ndarray],
-    ) -> Batch:
+    ) -> tuple[NewRows, Batch]:
         """Stage one step's arrays; all fresh, since on CPU a device array may alias.
 
         Args:
@@ -111,69 +142,126 @@ class BatchBuilder:
             table_of: A request's blocks, by request id.
             key_of: A request's random key data, by request id.
 
+        Returns:
+            The rows to set before the step, and the step. If either does not get to
+            the device, call `forget`.
+
         Raises:
             ValueError: A value would go astray on the device.
         """
-        rows = schedule.rows
-        bucket = self.bucket_for([row.num_tokens for row in rows])
-        token_ids = np.zeros(bucket.tokens, np.int32)
-        positions = np.zeros(bucket.tokens, np.int32)
-        slot_mapping = np.zeros(bucket.tokens, np.int32)
-        block_tables = np.full((bucket.rows, self.table_width), NULL_BLOCK, np.int32)
-        kv_lens = np.zeros(bucket.rows, np.int32)
-        cu_q_lens = np.zeros(bucket.rows + 1, np.int32)
-        sample_indices = np.zeros(bucket.rows, np.int32)
+        single = schedule.num_steps > 1
+        q_lens = [1 if single else row.num_tokens for row in schedule.rows]
+        batch = self.empty(self.bucket_for(q_lens), schedule.num_steps)
+        new_rows: list[tuple[ScheduledRow, list[int]]] = []
+        new_blocks: list[tuple[int, int, int]] = []
         begin = 0
-        for line, row in enumerate(rows):
-            end = begin + row.num_tokens
-            kv_len = row.start + row.num_tokens
-            table = np.asarray(table_of(row.request.request_id), np.int32)
-            token_ids[begin:end] = row.request.token_ids[row.start : kv_len]
-            positions[begin:end] = np.arange(row.start, kv_len, dtype=np.int32)
+        for line, (row, q_len) in enumerate(zip(schedule.rows, q_lens, strict=True)):
+            request, start = row.request, row.start
+            end, kv_len = begin + q_len, start + q_len
+            table = table_of(request.request_id)
             self._check_table(row, table)
-            place = positions[begin:end]
-            slot_mapping[begin:end] = (
-                table[place // self.block_size] * self.block_size
-                + place % self.block_size
-            )
-            block_tables[line, : len(table)] = table
-            kv_lens[line] = kv_len
-            cu_q_lens[line + 1] = end
-            sample_indices[line] = end - 1
+            batch.rows[line] = row.row
+            known = request.token_ids[start:kv_len]
+            batch.token_ids[begin : begin + len(known)] = known
+            if len(known) < q_len:  # the last token is on the device
+                assert len(known) == q_len - 1, f"{row} runs past {request!r}"
+                batch.pending_places[line] = end - 1
+            self._place(batch, begin, start, kv_len, table)
+            batch.kv_lens[line] = kv_len
+            batch.cu_q_lens[line + 1] = end
+            batch.sample_indices[line] = end - 1
+            batch.num_samples[line] = row.num_samples
+            num_known = self._num_known_blocks(row)
+            if num_known is None:
+                new_rows.append((row, table))
+            else:
+                places = range(num_known, len(table))
+                new_blocks += [(row.row, place, table[place]) for place in places]
+            self._known[row.row] = row.admission, len(table)
+            params = request.sampling_params
+            if row.num_samples and params.logprobs is not None:
+                batch.wants_logprobs[...] = True
             begin = end
-        cu_q_lens[len(rows) + 1 :] = begin
-        self._check_values(token_ids, slot_mapping[:begin])
-        targets, wants_prompt_logprobs = _prompt_targets(rows, bucket.tokens)
-        return Batch(
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=slot_mapping,
-            block_tables=block_tables,
-            kv_lens=kv_lens,
-            cu_q_lens=cu_q_lens,
-            sample_indices=sample_indices,
-            prompt_targets=targets,
-            wants_prompt_logprobs=np.asarray(wants_prompt_logprobs),
-            sampling=self._sampling_inputs(rows, bucket.rows, key_of),
-        )
+        batch.cu_q_lens[len(q_lens) + 1 :] = begin
+        if new_blocks:
+            batch.new_blocks[:, : len(new_blocks)] = np.transpose(new_blocks)
+        self._check_values(batch.token_ids, batch.slot_mapping[:begin])
+        self._fill_prompt_targets(batch, schedule.rows)
+        return self._new_rows(new_rows, key_of), batch
 
-    def empty(self, bucket: Bucket) -> Batch:
+    def no_rows(self, count: int) -> NewRows:
+        """Return new rows that are nobody's: what their arrays look like."""
+        block_tables = np.full((count, self.table_width), NULL_BLOCK, np.int32)
+        params = _empty_params(count, self.vocab_size)
+        return NewRows([self.max_num_seqs] * count, block_tables, params, {})
+
+    def forget(self) -> None:
+        """Take it that the device knows nothing of any row."""
+        self._known.clear()
+
+    def empty(self, bucket: Bucket, num_steps: int = 1) -> Batch:
         """Return a batch of padding only: what a bucket's arrays look like."""
-        rows, tokens = bucket
+        lines, tokens = bucket
+        num_blocks = tokens * -(-num_steps // self.block_size)
+        new_blocks = np.zeros((3, num_blocks), np.int32)
+        new_blocks[0], new_blocks[1] = self.max_num_seqs, self.table_width
         return Batch(
+            rows=np.full(lines, self.max_num_seqs, np.int32),
             token_ids=np.zeros(tokens, np.int32),
+            pending_places=np.full(lines, tokens, np.int32),
             positions=np.zeros(tokens, np.int32),
             slot_mapping=np.zeros(tokens, np.int32),
-            block_tables=np.full((rows, self.table_width), NULL_BLOCK, np.int32),
-            kv_lens=np.zeros(rows, np.int32),
-            cu_q_lens=np.zeros(rows + 1, np.int32),
-            sample_indices=np.zeros(rows, np.int32),
+            new_blocks=new_blocks,
+            kv_lens=np.zeros(lines, np.int32),
+            cu_q_lens=np.zeros(lines + 1, np.int32),
+            sample_indices=np.zeros(lines, np.int32),
+            num_samples=np.zeros(lines, np.int32),
             prompt_targets=np.zeros(tokens, np.int32),
             wants_prompt_logprobs=np.asarray(False),
-            sampling=self._sampling_inputs((), rows, _no_key),
+            wants_logprobs=np.asarray(False),
         )
 
-    def _check_table(self, row: ScheduledRow, table: np.ndarray) -> None:
+    def _place(
+        self, batch: Batch, begin: int, start: int, end: int, table: list[int]
+    ) -> None:
+        """Say where the tokens [start, end) of a table are, and their K and V."""
+        block_size = self.block_size
+        if end - start == 1:
+            block_id = table[start // block_size]
+            batch.positions[begin] = start
+            batch.slot_mapping[begin] = block_id * block_size + start % block_size
+            return
+        positions = np.arange(start, end, dtype=np.int32)
+        first = start // block_size
+        blocks = np.asarray(table[first : -(-end // block_size)], np.int32)
+        lines = slice(begin, begin + end - start)
+        batch.positions[lines] = positions
+        batch.slot_mapping[lines] = (
+            blocks[positions // block_size - first] * block_size
+            + positions % block_size
+        )
+
+    def _num_known_blocks(self, row: ScheduledRow) -> int | None:
+        """Return how much of its table the device has; None: it has another's."""
+        admission, num_blocks = self._known.get(row.row, (None, 0))
+        return num_blocks if admission == row.admission else None
+
+    def _new_rows(
+        self,
+        rows: list[tuple[ScheduledRow, list[int]]],
+        key_of: Callable[[str], np.ndarray],
+    ) -> NewRows:
+        """Stage what the device must know of rows with other requests."""
+        new_rows = self.no_rows(len(rows))
+        for line, (row, table) in enumerate(rows):
+            new_rows.rows[line] = row.row
+            new_rows.block_tables[line, : len(table)] = table
+            _fill_params(new_rows.params, line, row.request, key_of)
+            if _has_penalty(row.request):
+                new_rows.histories[row.row] = row.request.token_ids
+        return new_rows
+
+    def _check_table(self, row: ScheduledRow, table: list[int]) -> None:
         """Check one row's blocks against its length and the pool."""
         kv_len = row.start + row.num_tokens
         request_id = row.request.request_id
@@ -188,10 +276,14 @@ class BatchBuilder:
                 f"table has {len(table)} blocks of {self.block_size} (at most "
                 f"{self.table_width})"
             )
-        if table.min() <= NULL_BLOCK or table.max() >= self.num_blocks:
+        # Those before its first token were checked when they were new.
+        new = table[row.start // self.block_size :]
+        if self._num_known_blocks(row) is None:
+            new = table
+        if min(new) <= NULL_BLOCK or max(new) >= self.num_blocks:
             raise ValueError(
                 f"request {request_id!r} has block ids outside [1, "
-                f"{self.num_blocks - 1}]: {table.tolist()}"
+                f"{self.num_blocks - 1}]: {table}"
             )
 
     def _check_values(self, token_ids: np.ndarray, slots: np.ndarray) -> None:
@@ -204,82 +296,63 @@ class BatchBuilder:
         if len(np.unique(slots)) != len(slots):
             raise ValueError("two tokens of one step would be written to one slot")
 
-    def _sampling_inputs(
-        self,
-        rows: tuple[ScheduledRow, ...],
-        num_rows: int,
-        key_of: Callable[[str], np.ndarray],
-    ) -> SamplingInputs:
-        """Stage what the rows' SamplingParams say; padding rows are greedy."""
-        lines = _SamplingLines(num_rows, self.vocab_size)
-        penalised = []
-        for line, row in enumerate(rows):
-            if row.samples:
-                lines.fill(line, row.request, key_of)
-                if _has_penalty(row.request):
-                    penalised.append((line, row.request))
-        if penalised:
-            history = np.zeros((num_rows, self.max_model_len), np.int32)
-            for line, request in penalised:
-                history[line, : len(request.token_ids)] = request.token_ids
-        else:
-            history = _no_history(num_rows, self.max_model_len)
-        return SamplingInputs(
-            temperature=lines.reals[0],
-            top_k=lines.top_k,
-            top_p=lines.reals[1],
-            min_p=lines.reals[2],
-            repetition_penalty=lines.reals[3],
-            presence_penalty=lines.reals[4],
-            frequency_penalty=lines.reals[5],
-            keys=lines.keys,
-            positions=lines.positions,
-            history=history,
-            history_lens=lines.history_lens,
-            prompt_lens=lines.prompt_lens,
-            suppressed_ids=lines.suppressed_ids,
-            wants_logprobs=np.asarray(lines.wants_logprobs),
-        )
-
-
-class _SamplingLines:
-    """The staging arrays of `SamplingInputs`, one line a row."""
-
-    def __init__(self, num_rows: int, vocab_size: int):
-        # temperature, top_p, min_p, repetition, presence and frequency penalty
-        self.reals = np.zeros((6, num_rows), np.float32)
-        self.reals[1] = self.reals[3] = 1.0
-        self.top_k = np.zeros(num_rows, np.int32)
-        self.keys = np.zeros((num_rows, 2), np.uint32)
-        self.positions = np.zeros(num_rows, np.int32)
-        self.history_lens = np.zeros(num_rows, np.int32)
-        self.prompt_lens = np.zeros(num_rows, np.int32)
-        self.suppressed_ids = np.full((num_rows, MAX_SUPPRESSED), vocab_size, np.int32)
-        self.wants_logprobs = False
-
-    def fill(
-        self, line: int, request: Request, key_of: Callable[[str], np.ndarray]
+    def _fill_prompt_targets(
+        self, batch: Batch, rows: tuple[ScheduledRow, ...]
     ) -> None:
-        """Write one request's parameters."""
-        params = request.sampling_params
-        self.reals[:, line] = (
-            0.0 if params.is_greedy else params.temperature,
-            params.top_p,
-            params.min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
-        self.top_k[line] = min(max(params.top_k, 0), 2**31 - 1)
-        if not params.is_greedy:
-            self.keys[line] = key_of(request.request_id)
-        self.positions[line] = len(request.token_ids)
-        self.history_lens[line] = len(request.token_ids)
-        self.prompt_lens[line] = request.num_prompt_tokens
-        if request.num_output_tokens < params.min_tokens:
-            ids = sorted(request.stop_token_ids)
-            self.suppressed_ids[line, : len(ids)] = ids
-        self.wants_logprobs |= params.logprobs is not None
+        """Say each token's successor in its prompt, where somebody asks for it."""
+        begin = 0
+        for row in rows:
+            if wants_prompt_logprobs(row):
+                prompt = row.request.prompt_token_ids
+                following = prompt[row.start + 1 : row.start + 1 + row.num_tokens]
+                batch.prompt_targets[begin : begin + len(following)] = following
+                batch.wants_prompt_logprobs[...] = True
+            begin += row.num_tokens
+
+
+def _empty_params(lines: int, vocab_size: int) -> RowParams:
+    """Return what padding has: greedy, and nothing else."""
+
+    def every(value: float) -> np.ndarray:
+        return np.full(lines, value, np.float32)
+
+    return RowParams(
+        temperature=every(0.0),
+        top_k=np.zeros(lines, np.int32),
+        top_p=every(1.0),
+        min_p=every(0.0),
+        repetition_penalty=every(1.0),
+        presence_penalty=every(0.0),
+        frequency_penalty=every(0.0),
+        keys=np.zeros((lines, 2), np.uint32),
+        prompt_lens=np.zeros(lines, np.int32),
+        min_lens=np.zeros(lines, np.int32),
+        stop_ids=np.full((lines, MAX_STOP_IDS), vocab_size, np.int32),
+    )
+
+
+def _fill_params(
+    arrays: RowParams,
+    line: int,
+    request: Request,
+    key_of: Callable[[str], np.ndarray],
+) -> None:
+    """Write one request's parameters."""
+    params = request.sampling_params
+    arrays.temperature[line] = 0.0 if params.is_greedy else params.temperature
+    arrays.top_k[line] = min(max(params.top_k, 0), 2**31 - 1)
+    arrays.top_p[line] = params.top_p
+    arrays.min_p[line] = params.min_p
+    arrays.repetition_penalty[line] = params.repetition_penalty
+    arrays.presence_penalty[line] = params.presence_penalty
+    arrays.frequency_penalty[line] = params.frequency_penalty
+    if not params.is_greedy:
+        arrays.keys[line] = key_of(request.request_id)
+    arrays.prompt_lens[line] = request.num_prompt_tokens
+    arrays.min_lens[line] = request.num_prompt_tokens + params.min_tokens
+    # More of them than there is room for are seen by the host only.
+    stop_ids = sorted(request.stop_token_ids)[:MAX_STOP_IDS]
+    arrays.stop_ids[line, : len(stop_ids)] = stop_ids
 
 
 def _has_penalty(request: Request) -> bool:
@@ -289,35 +362,6 @@ def _has_penalty(request: Request) -> bool:
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
     )
-
-
-def _no_key(request_id: str) -> np.ndarray:
-    raise AssertionError(f"a batch of padding asked for the key of {request_id!r}")
-
-
-@functools.lru_cache(maxsize=32)
-def _no_history(num_rows: int, width: int) -> np.ndarray:
-    """Return the history of rows without penalties; shared, so never written to."""
-    history = np.zeros((num_rows, width), np.int32)
-    history.flags.writeable = False
-    return history
-
-
-def _prompt_targets(
-    rows: tuple[ScheduledRow, ...], num_tokens: int
-) -> tuple[np.ndarray, bool]:
-    """Return each token's successor in its prompt, where somebody asks for it."""
-    targets = np.zeros(num_tokens, np.int32)
-    wanted = False
-    begin = 0
-    for row in rows:
-        if wants_prompt_logprobs(row):
-            prompt = row.request.prompt_token_ids
-            following = prompt[row.start + 1 : row.start + 1 + row.num_tokens]
-            targets[begin : begin + len(following)] = following
-            wanted = True
-        begin += row.num_tokens
-    return targets, wanted
 
 
 def wants_prompt_logprobs(row: ScheduledRow) -> bool:

@@ -11,6 +11,7 @@ cannot go unnoticed.
 import hashlib
 from collections.abc import Iterable
 from itertools import accumulate
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -36,12 +37,22 @@ _SLOT = np.dtype(
 )
 
 
+class _Write(NamedTuple):
+    """Slots that a step writes for a row."""
+
+    row: ScheduledRow
+    block_ids: np.ndarray
+    offsets: np.ndarray
+
+
 class BlockDebugger:
     """The shadow of a cache, and which blocks must be filled with NaN.
 
     Use, in every step: `check` when it is scheduled; `fill` when blocks were swapped
-    out and before any is written; `finish` when it is committed. After a step that
-    failed there is nothing to do: what it may have written is held for nothing.
+    out and before any is written; `follow` when it is dispatched; `finish` when it, or
+    an earlier one, is committed; or `discard` if it failed: what it may have written
+    is held for nothing. Which tokens a step has written may turn out only when an
+    earlier one is committed; their slots hold nothing until then.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner):
@@ -55,10 +66,12 @@ class BlockDebugger:
         self._swapped: WeakKeyDictionary[SwappedBlocks, np.ndarray]
         self._swapped = WeakKeyDictionary()
         self._needed: WeakKeyDictionary[Request, _NeededSlots] = WeakKeyDictionary()
-        # Of this step: blocks to fill, and (blocks, offsets, content) to be written.
+        # Of this step: blocks to fill, and what is going to be written.
         self._released: list[int] = []
         self._taken: list[int] = []
-        self._writes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._writes: list[_Write] = []
+        # Written, as far as it is not known yet what.
+        self._unknown: list[_Write] = []
         # Blocks that this step swaps in or copies to; if it fails, kept for the next.
         self._moved: list[int] = []
 
@@ -75,8 +88,7 @@ class BlockDebugger:
         self._clear(schedule)
         self._move(schedule)
         self._writes = [self._check_row(row) for row in schedule.rows]
-        for block_ids, offsets, _ in self._writes:
-            self._slots["state"][block_ids, offsets] = _BLANK
+        self._blank(self._writes)
 
     def fill(self) -> None:
         """Fill with NaN what is free, and what was handed out and holds nothing yet."""
@@ -84,13 +96,57 @@ class BlockDebugger:
             self._runner.poison_blocks(self._released + self._taken)
             self._dirty.difference_update(self._released)
 
-    def finish(self, schedule: Schedule) -> None:
-        """Note what a step has written, and check the scheduler's invariants."""
-        if schedule.rows:
-            for block_ids, offsets, content in self._writes:
-                self._slots[block_ids, offsets] = content
-            self._moved = []
+    def follow(self, schedule: Schedule) -> None:
+        """Note what the step that was checked last writes."""
+        assert len(self._writes) == len(schedule.rows), "another step was checked"
+        self._unknown += self._writes
+        self._writes = []
+        self._moved = []
+        self._note_known()
+
+    def finish(self) -> None:
+        """Note what has become known, and check the scheduler's invariants."""
+        self._note_known()
         self._scheduler.check_invariants()
+
+    def discard(self, schedule: Schedule) -> None:
+        """Forget what a step has written, before its blocks are given back."""
+        rows = [row for row in schedule.rows if not row.is_stale]
+        self._unknown = [write for write in self._unknown if write.row not in rows]
+        for row in rows:
+            end = row.start + row.num_tokens
+            self._blank([self._write_of(row, row.start, end)])
+
+    def _note_known(self) -> None:
+        """Let slots hold their tokens where these are known by now."""
+        unknown = []
+        for write in self._unknown:
+            row = write.row
+            if row.is_stale:
+                continue
+            start = row.start + row.num_tokens - len(write.block_ids)
+            known = self._needed_by(row.request)[start : row.start + row.num_tokens]
+            count = len(known)
+            self._slots[write.block_ids[:count], write.offsets[:count]] = known
+            rest = write.block_ids[count:], write.offsets[count:]
+            if len(rest[0]):
+                unknown.append(_Write(row, *rest))
+        self._unknown = unknown
+
+    def _blank(self, writes: Iterable[_Write]) -> None:
+        for write in writes:
+            self._slots["state"][write.block_ids, write.offsets] = _BLANK
+
+    def _write_of(self, row: ScheduledRow, start: int, end: int) -> _Write:
+        """Return the slots of a row's tokens [start, end)."""
+        places, offsets = np.divmod(np.arange(start, end), self._slots.shape[1])
+        return _Write(row, np.asarray(self._table(row.request))[places], offsets)
+
+    def _needed_by(self, request: Request) -> np.ndarray:
+        """Return what the slots of a request's known tokens must hold."""
+        if request not in self._needed:
+            self._needed[request] = _NeededSlots(request)
+        return self._needed[request].of(request.token_ids)
 
     def _table(self, request: Request) -> list[int]:
         return self._scheduler.block_tables.table(request.request_id)
@@ -138,30 +194,30 @@ class BlockDebugger:
             if offset and table[place] in self._moved:
                 self._slots["state"][table[place], offset:] = _BLANK
 
-    def _check_row(
-        self, row: ScheduledRow
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Check a row's slots; return blocks, offsets and content of its writes."""
+    def _check_row(self, row: ScheduledRow) -> _Write:
+        """Check a row's slots; return what it writes."""
         request, start = row.request, row.start
         end = start + row.num_tokens
-        if request not in self._needed:
-            self._needed[request] = _NeededSlots(request)
-        needed = self._needed[request].first(end, request.token_ids)
-        places, offsets = np.divmod(np.arange(end), self._slots.shape[1])
-        block_ids = np.asarray(self._table(request))[places]
+        known = self._needed_by(request)[:end]
+        needed = np.zeros(end, _SLOT)
+        needed[: len(known)] = known
+        _, block_ids, offsets = self._write_of(row, 0, end)
         found = self._slots[block_ids, offsets]
         wrong = found != needed
+        # Chosen and written in a step under way, and not followed yet.
+        wrong[len(known) : start] = found["state"][len(known) : start] != _BLANK
         wrong[start:] = found["state"][start:] == _WRITTEN
         if wrong.any():
             position = int(wrong.argmax())
+            token = [*request.token_ids, *["to come"] * end][position]
             raise AssertionError(
                 f"request {request.request_id!r} would "
                 f"{'read' if position < start else 'write'} position {position}, token "
-                f"{request.token_ids[position]}, in block {block_ids[position]}, "
+                f"{token}, in block {block_ids[position]}, "
                 f"offset {offsets[position]}, but there is "
                 f"{_describe(found[position], needed[position])}"
             )
-        return block_ids[start:], offsets[start:], needed[start:]
+        return _Write(row, block_ids[start:], offsets[start:])
 
 
 def _moved(schedule: Schedule) -> list[int]:
@@ -194,8 +250,8 @@ class _NeededSlots:
         self._token_ids: list[int] = []
         self._slots = np.zeros(0, _SLOT)
 
-    def first(self, num_tokens: int, token_ids: list[int]) -> np.ndarray:
-        """Return the slots of the first tokens; `token_ids` are all of them."""
+    def of(self, token_ids: list[int]) -> np.ndarray:
+        """Return the slots of all its tokens."""
         num_known = len(self._token_ids)
         if token_ids[:num_known] != self._token_ids:  # it is another beam now
             num_known = 0
@@ -205,7 +261,7 @@ class _NeededSlots:
             new = _slots_of(token_ids[num_known:], digest, num_known)
             self._slots = np.concatenate([known, new])
             self._token_ids = list(token_ids)
-        return self._slots[:num_tokens]
+        return self._slots
 
 
 def _slots_of(token_ids: Iterable[int], digest: int, position: int) -> np.ndarray:

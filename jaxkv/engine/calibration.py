@@ -42,7 +42,7 @@ def measure_prefill_rate(runner: ModelRunner, builder: BatchBuilder) -> float:
     batch = batch._replace(
         positions=positions.astype(np.int32), kv_lens=kv_lens, cu_q_lens=ends
     )
-    return num_tokens / _seconds(lambda: runner.execute(batch))
+    return num_tokens / _seconds(lambda: runner.collect(runner.dispatch(batch)))
 
 
 def measure_swap_bandwidth(runner: ModelRunner, bytes_per_block: int) -> float:

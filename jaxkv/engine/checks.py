@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkv.config import EngineConfig
-from jaxkv.device.sampling import MAX_LOGPROBS, MAX_SUPPRESSED
+from jaxkv.device.sampling import MAX_LOGPROBS, MAX_STOP_IDS
 from jaxkv.host.beam_search import BeamSearchParams
 from jaxkv.host.request import SamplingParams, check_beams_fit, max_total_tokens
 
@@ -100,9 +100,9 @@ class RequestChecks:
                 f"{outside[:8]}"
             )
         num_stop_ids = len({*params.stop_token_ids, *self._limits.eos_token_ids})
-        if params.min_tokens and num_stop_ids > MAX_SUPPRESSED:
+        if params.min_tokens and num_stop_ids > MAX_STOP_IDS:
             raise ValueError(
-                f"min_tokens can hold back at most {MAX_SUPPRESSED} EOS and stop ids, "
+                f"min_tokens can hold back at most {MAX_STOP_IDS} EOS and stop ids, "
                 f"got {num_stop_ids}"
             )
 

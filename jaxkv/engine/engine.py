@@ -1,20 +1,24 @@
 """`Engine`: requests in, a step at a time, outputs out.
 
-One step is schedule, build, execute, commit; everything else here is bookkeeping
-around it: what the user gave, what was generated, what is to be reported.
+One step is schedule, build, dispatch, collect, commit; everything else here is
+bookkeeping around it: what the user gave, what was generated, what is to be reported.
+With `async_scheduling` the next step is dispatched before the last one is collected, so
+that the device has work while the host does its own.
 """
 
 import dataclasses
 import logging
 import operator
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxkv.config import NULL_BLOCK, CacheConfig, EngineConfig, ModelConfig
 from jaxkv.device.llama import Params
+from jaxkv.device.sampling import Logprobs
 from jaxkv.device.step import StepOutput
 from jaxkv.engine.batch import BatchBuilder, make_buckets, wants_prompt_logprobs
 from jaxkv.engine.beams import BeamRecord
@@ -28,13 +32,20 @@ from jaxkv.engine.sizing import check_fits, choose_num_blocks, num_swap_blocks
 from jaxkv.host.beam_search import BeamSearchParams
 from jaxkv.host.preemption import Preemption
 from jaxkv.host.request import CacheKey, Request, SamplingParams
-from jaxkv.host.schedule import Schedule
+from jaxkv.host.schedule import Schedule, ScheduledRow
 from jaxkv.host.scheduler import Scheduler
 
 _LOGGER = logging.getLogger(__name__)
 # Where nothing was measured: GB a second, and tokens a second.
 _SWAP_BANDWIDTH = 10.0
 _PREFILL_RATE = 10_000.0
+
+
+class _Step(NamedTuple):
+    """A step that is under way."""
+
+    schedule: Schedule
+    dispatched: Any  # what `Runner.collect` takes
 
 
 class Engine:
@@ -46,6 +57,7 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
+        builder: BatchBuilder,
         limits: EngineLimits,
         config: EngineConfig,
         tokenizer: Any | None = None,
@@ -54,7 +66,8 @@ class Engine:
 
         Args:
             runner: What runs batches.
-            limits: Sizes of its model and cache.
+            builder: What makes them; see `make_builder`.
+            limits: Sizes of the runner's model and cache.
             config: How to schedule.
             tokenizer: Anything with encode(str) and decode(ids); without one, text
                 is "" and a stop string is an error.
@@ -80,18 +93,14 @@ class Engine:
                 swap_bandwidth=1e9 * (config.swap_bandwidth or _SWAP_BANDWIDTH),
                 prefill_rate=config.prefill_rate or _PREFILL_RATE,
             ),
+            multi_step=config.multi_step,
             root=limits.block_root,
         )
         self._runner = runner
+        self._builder = builder
+        self._under_way: deque[_Step] = deque()  # in the order of their dispatch
         self._debugger = (
             BlockDebugger(self.scheduler, runner) if config.debug_blocks else None
-        )
-        self._builder = BatchBuilder(
-            buckets=make_buckets(config.max_num_seqs, config.max_num_batched_tokens),
-            block_size=config.block_size,
-            num_blocks=limits.num_blocks,
-            max_model_len=limits.max_model_len,
-            vocab_size=limits.vocab_size,
         )
         self._request_keys = RequestKeys(config.seed)
         self._keys: dict[str, np.ndarray] = {}  # of requests that draw, by child id
@@ -164,16 +173,18 @@ class Engine:
             kv_bytes_per_token=cache_config.bytes_per_token,
             block_root=cache_config.block_root,
         )
+        builder = make_builder(limits, config)
         runner = ModelRunner(
             params,
             model_config,
             cache_config,
+            builder,
             num_token_ids=limits.num_token_ids,
             attention_implementation=config.attention_implementation,
         )
-        engine = cls(runner, limits, config, tokenizer)
+        engine = cls(runner, builder, limits, config, tokenizer)
         if config.warmup == "eager":
-            runner.compile([engine._builder.empty(b) for b in engine._builder.buckets])
+            runner.compile(builder.variants(config.multi_step))
             runner.compile_moves(
                 swaps=config.swap_space > 0, poison=config.debug_blocks
             )
@@ -278,22 +289,21 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step.
 
+        With `async_scheduling` it dispatches a step and takes the results of the one
+        before, if there is one.
+
         Returns:
             Outputs of the requests that got a token or ended, in order of arrival.
         """
         start = time.perf_counter()
+        if self._under_way and not self.scheduler.can_run_ahead():
+            self._finish_first()
         schedule = self.scheduler.schedule()
-        self._peak_held_blocks = max(
-            self._peak_held_blocks, self.scheduler.pool.num_held
-        )
         if schedule.rows:
-            output = self._execute(schedule)
-            touched = self._commit(schedule, output)
-        else:
-            touched = []
-        if self._debugger is not None:
-            self._debugger.finish(schedule)
-        self._unreported += touched
+            self._dispatch(schedule)
+        may_lag = self.config.async_scheduling and bool(schedule.rows)
+        while len(self._under_way) > may_lag:
+            self._finish_first()
         outputs = self._report()
         self._step_seconds += time.perf_counter() - start
         return outputs
@@ -305,11 +315,11 @@ class Engine:
         is kept for the next step then.
         """
         outputs: list[RequestOutput] = []
-        for record in self._unreported:
+        for record in dict.fromkeys(self._unreported):
             try:
                 outputs.append(record.output())
             except Exception:
-                self._unreported.remove(record)
+                self._unreported = [r for r in self._unreported if r is not record]
                 raise
         self._unreported = []
         return outputs
@@ -401,23 +411,55 @@ class Engine:
             **options,
         )
 
-    def _execute(self, schedule: Schedule) -> StepOutput:
-        """Run what was scheduled; a failed step leaves the schedule undone."""
+    def _dispatch(self, schedule: Schedule) -> None:
+        """Start what was scheduled; a failed step leaves the schedule undone."""
+        self._peak_held_blocks = max(
+            self._peak_held_blocks, self.scheduler.pool.num_held
+        )
         try:
-            batch = self._builder.build(
+            new_rows, batch = self._builder.build(
                 schedule, self.scheduler.block_tables.table, self._keys.__getitem__
             )
             if self._debugger is not None:
                 self._debugger.check(schedule)
             start = time.perf_counter()
+            self._runner.set_rows(new_rows)
             self._move_blocks(schedule)
-            output = self._runner.execute(batch)
+            dispatched = self._runner.dispatch(batch, schedule.num_steps)
         except BaseException:
-            self.scheduler.discard(schedule)
+            self._discard(schedule)
             raise
         self._device_seconds += time.perf_counter() - start
-        self._num_steps += 1
-        return output
+        self._num_steps += schedule.num_steps
+        self._under_way.append(_Step(schedule, dispatched))
+        if self._debugger is not None:
+            self._debugger.follow(schedule)
+
+    def _finish_first(self) -> None:
+        """Wait for the first step under way and take its results.
+
+        If it failed, those behind it did too.
+        """
+        start = time.perf_counter()
+        schedule, dispatched = self._under_way[0]
+        try:
+            output = self._runner.collect(dispatched)
+        except BaseException:
+            while self._under_way:
+                self._discard(self._under_way.pop().schedule)
+            raise
+        self._device_seconds += time.perf_counter() - start
+        self._under_way.popleft()
+        self._unreported += self._commit(schedule, output)
+        if self._debugger is not None:
+            self._debugger.finish()
+
+    def _discard(self, schedule: Schedule) -> None:
+        """Forget a step that failed, with what it may have told the device."""
+        if self._debugger is not None:
+            self._debugger.discard(schedule)
+        self.scheduler.discard(schedule)
+        self._builder.forget()
 
     def _move_blocks(self, schedule: Schedule) -> None:
         """Swap and copy blocks as the step needs them."""
@@ -436,61 +478,83 @@ class Engine:
         self, schedule: Schedule, output: StepOutput
     ) -> list[RequestRecord | BeamRecord]:
         """Give every request what the step made for it; return whom it concerns."""
-        token_ids = np.asarray(output.token_ids)[: len(schedule.rows)]
-        updated = self.scheduler.commit(schedule, token_ids)
-        self._generation_tokens += len(updated)
-        self._take_prompt_logprobs(schedule, output)
-        line_of = {id(row.request): line for line, row in enumerate(schedule.rows)}
-        touched: dict[str, RequestRecord | BeamRecord] = {}
-        for request in updated:
-            record = self._by_child[request.request_id]
-            if request.num_output_tokens == 1:
-                self._prompt_tokens += request.num_prompt_tokens * (request.child == 0)
-            assert isinstance(record, RequestRecord), f"{request!r} is a beam"
-            record.take_token(request, output.logprobs, line_of[id(request)])
-            touched[record.request_id] = record
-        for record in self._advance_beams(schedule, output):
-            touched[record.request_id] = record
+        lines = self._lines_of(schedule)
+        token_ids = np.asarray(output.token_ids)[:, : len(schedule.rows)].T
+        self.scheduler.commit(
+            schedule, token_ids[:, 0] if schedule.num_steps == 1 else token_ids
+        )
+        touched: dict[int, RequestRecord | BeamRecord] = {}
+        searches: list[BeamRecord] = []
+        for line, begin, row in lines:
+            record = self._by_child[row.request.request_id]
+            if isinstance(record, BeamRecord):
+                if row.num_samples:
+                    assert output.logprobs is not None, f"no logprobs for {record!r}"
+                    logprobs = Logprobs(*(array[0] for array in output.logprobs))
+                    record.take_candidates(row.request, logprobs, line)
+                    searches.append(record)
+                continue
+            if wants_prompt_logprobs(row):
+                assert output.prompt_logprobs is not None, f"none for {record!r}"
+                record.take_prompt_logprobs(
+                    output.prompt_logprobs, begin, row.start, row.num_tokens
+                )
+            if row.num_samples:
+                self._take_tokens(record, row.request, output, line)
+                touched[id(record)] = record
+        for record in dict.fromkeys(searches):
+            self._advance(record)
+            if record.finished:
+                touched[id(record)] = record
         for record in touched.values():
             if record.finished:
                 self._forget(record)
         return sorted(touched.values(), key=operator.attrgetter("arrival"))
 
-    def _advance_beams(
-        self, schedule: Schedule, output: StepOutput
-    ) -> Iterator[BeamRecord]:
-        """Let the beam searches of a step go on; yield those that ended."""
-        records: dict[str, BeamRecord] = {}
-        for line, row in enumerate(schedule.rows):
-            record = self._by_child.get(row.request.request_id)
-            if isinstance(record, BeamRecord) and row.samples:
-                record.take_candidates(row.request, output.logprobs, line)
-                records[record.request_id] = record
-        for record in records.values():
-            is_first = record.children[0].num_output_tokens == 0
-            num_tokens = record.advance(self.scheduler)
-            if num_tokens and is_first:
-                self._prompt_tokens += len(record.prompt_token_ids)
-            self._generation_tokens += num_tokens
-            if record.finished:
-                yield record
-
-    def _take_prompt_logprobs(self, schedule: Schedule, output: StepOutput) -> None:
+    def _lines_of(self, schedule: Schedule) -> list[tuple[int, int, ScheduledRow]]:
+        """Return (line, its first token, row) of the rows that have not ended since."""
+        lines = []
         begin = 0
-        for row in schedule.rows:
-            if wants_prompt_logprobs(row):
-                record = self._by_child.get(row.request.request_id)
-                if isinstance(record, RequestRecord):
-                    record.take_prompt_logprobs(
-                        output.prompt_logprobs, begin, row.start, row.num_tokens
-                    )
+        for line, row in enumerate(schedule.rows):
+            if not row.is_stale:
+                lines.append((line, begin, row))
             begin += row.num_tokens
+        return lines
+
+    def _take_tokens(
+        self, record: RequestRecord, request: Request, output: StepOutput, line: int
+    ) -> None:
+        """Count and note the tokens that one of a record's requests has got."""
+        num_new = record.take_tokens(request, output.logprobs, line)
+        self._generation_tokens += num_new
+        if request.num_output_tokens == num_new and request.child == 0:
+            self._prompt_tokens += request.num_prompt_tokens
+
+    def _advance(self, record: BeamRecord) -> None:
+        """Let a beam search go on whose beams have computed their last tokens."""
+        is_first = record.children[0].num_output_tokens == 0
+        num_tokens = record.advance(self.scheduler)
+        if num_tokens and is_first:
+            self._prompt_tokens += len(record.prompt_token_ids)
+        self._generation_tokens += num_tokens
 
     def _forget(self, record: RequestRecord | BeamRecord) -> None:
         del self._records[record.request_id]
         for child in record.children:
             del self._by_child[child.request_id]
             self._keys.pop(child.request_id, None)
+
+
+def make_builder(limits: EngineLimits, config: EngineConfig) -> BatchBuilder:
+    """Return what makes the batches of an engine."""
+    return BatchBuilder(
+        buckets=make_buckets(config.max_num_seqs, config.max_num_batched_tokens),
+        block_size=config.block_size,
+        num_blocks=limits.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+    )
 
 
 def _report_unused_scales(cache_config: CacheConfig) -> None:

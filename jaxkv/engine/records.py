@@ -20,6 +20,7 @@ class RequestRecord:
         self.prompt_token_ids = prompt_token_ids
         self.sampling_params = params
         self.children: list[Request] = []
+        self._num_taken: list[int] = []
         self._detokenizers: list[Detokenizer | None] = []
         self._logprobs: list[list[dict[int, float]]] = []
         self._cumulative: list[float] = []
@@ -28,6 +29,7 @@ class RequestRecord:
     def add_child(self, request: Request, detokenizer: Detokenizer | None) -> None:
         """Add the next of the n outputs."""
         self.children.append(request)
+        self._num_taken.append(0)
         self._detokenizers.append(detokenizer)
         self._logprobs.append([])
         self._cumulative.append(0.0)
@@ -42,14 +44,32 @@ class RequestRecord:
         """Whether every child has ended."""
         return all(child.finish_reason is not None for child in self.children)
 
-    def take_token(self, request: Request, logprobs: Logprobs, line: int) -> None:
-        """Note what belongs to the token that a child just got."""
+    def take_tokens(
+        self, request: Request, logprobs: Logprobs | None, line: int
+    ) -> int:
+        """Note what belongs to the tokens that a child just got.
+
+        Args:
+            request: The child.
+            logprobs: Of a step's output: [steps, lines, ...].
+            line: The child's line.
+
+        Returns:
+            How many tokens it got.
+        """
         count = self.sampling_params.logprobs
+        tokens = request.token_ids[
+            request.num_prompt_tokens + self._num_taken[request.child] :
+        ]
+        self._num_taken[request.child] += len(tokens)
         if count is not None:
-            token = request.token_ids[-1]
-            entry = logprob_entry(logprobs, line, token, count)
-            self._logprobs[request.child].append(entry)
-            self._cumulative[request.child] += entry[token]
+            assert logprobs is not None, f"no logprobs for {request!r}"
+            for step, token in enumerate(tokens):
+                of_step = Logprobs(*(array[step] for array in logprobs))
+                entry = logprob_entry(of_step, line, token, count)
+                self._logprobs[request.child].append(entry)
+                self._cumulative[request.child] += entry[token]
+        return len(tokens)
 
     def take_prompt_logprobs(
         self, logprobs: Logprobs, begin: int, start: int, num_tokens: int

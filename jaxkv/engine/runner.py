@@ -5,8 +5,9 @@ nothing by accident: arguments of another shape or sharding are an error.
 """
 
 import functools
+import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -24,12 +25,14 @@ from jaxkv.device.cache import (
     scatter_blocks,
 )
 from jaxkv.device.llama import Params, check_params, param_shapes
+from jaxkv.device.rows import init_rows, set_history, set_rows
 from jaxkv.device.sampling import PRNG_IMPL
 from jaxkv.device.step import Batch, StepOutput, make_step
-from jaxkv.engine.batch import Bucket
+from jaxkv.engine.batch import BatchBuilder, Bucket, NewRows
 
 _COPIES = 8  # blocks a call
 _POISONED = 16  # likewise
+_NEW_ROWS = 8  # likewise
 _SWAPS = (8, 1)  # blocks a call; host memory is taken for no more than there are
 
 
@@ -55,24 +58,33 @@ class Runner(Protocol):
         """Overwrite blocks with what no step can read unnoticed."""
         ...
 
-    def execute(self, batch: Batch) -> StepOutput:
-        """Run one step; return once its results are on the host."""
+    def set_rows(self, new_rows: NewRows) -> None:
+        """Give rows to other requests before the next step."""
+        ...
+
+    def dispatch(self, batch: Batch, num_steps: int = 1) -> Any:
+        """Start a step; return at once what `collect` takes."""
+        ...
+
+    def collect(self, dispatched: Any) -> StepOutput:
+        """Wait for a step that was dispatched; return its results on the host."""
         ...
 
 
 class ModelRunner:
-    """A model and its cache on the device."""
+    """A model, its cache and the state of its rows on the device."""
 
     def __init__(
         self,
         params: Params,
         model_config: ModelConfig,
         cache_config: CacheConfig,
+        builder: BatchBuilder,
         *,
         num_token_ids: int,
         attention_implementation: str,
     ):
-        """Put the parameters in order and allocate the cache.
+        """Put the parameters in order and allocate the cache and the rows.
 
         Raises:
             ValueError: The parameters do not fit the model config.
@@ -86,13 +98,18 @@ class ModelRunner:
         array = jax.tree.leaves(self._cache)[0]
         self._device_memory = array.sharding
         self._host_memory = _memory(array, "pinned_host")
-        self._step = jax.jit(
-            make_step(
-                model_config,
-                num_token_ids=num_token_ids,
-                attention_implementation=attention_implementation,
-            ),
-            donate_argnums=(1,),
+        self._builder = builder
+        self._rows = init_rows(
+            builder.max_num_seqs,
+            builder.table_width,
+            builder.max_model_len,
+            builder.vocab_size,
+        )
+        self._make_step = functools.partial(
+            make_step,
+            model_config,
+            num_token_ids=num_token_ids,
+            attention_implementation=attention_implementation,
         )
         self._moves = {
             name: jax.jit(move, donate_argnums=donated)
@@ -101,30 +118,40 @@ class ModelRunner:
                 ("out", gather_blocks, ()),
                 ("in", scatter_blocks, (0,)),
                 ("poison", poison_blocks, (0,)),
+                ("rows", set_rows, (0,)),
+                ("history", set_history, (0,)),
             )
         }
         self._move_executables: dict[tuple[str, int], Callable] = {}
-        self._executables: dict[Bucket, Callable] = {}
+        self._executables: dict[tuple[Bucket, int], Callable] = {}
         self.num_compilations = 0
         self.compile_seconds = 0.0
 
-    def compile(self, batches: list[Batch]) -> None:
-        """Compile the steps for batches shaped like these, two at a time."""
+    def compile(self, variants: Iterable[tuple[Bucket, int]]) -> None:
+        """Compile the steps of buckets, each with its number of steps in one.
 
-        def compile_one(batch: Batch) -> tuple[Bucket, Callable]:
-            lowered = self._step.lower(self._params, self._cache, batch)
-            return _bucket_of(batch), lowered.compile()
+        Two at a time.
+        """
+
+        def compile_one(variant: tuple[Bucket, int]) -> Callable:
+            step = jax.jit(self._make_step(num_steps=variant[1]), donate_argnums=(1, 2))
+            batch = self._builder.empty(*variant)
+            return step.lower(self._params, self._cache, self._rows, batch).compile()
 
         start = time.perf_counter()
-        missing = [b for b in batches if _bucket_of(b) not in self._executables]
+        missing = [v for v in variants if v not in self._executables]
         with ThreadPoolExecutor(max_workers=2) as threads:
-            for bucket, executable in threads.map(compile_one, missing):
-                self._executables[bucket] = executable
+            executables = threads.map(compile_one, missing)
+            for variant, executable in zip(missing, executables, strict=True):
+                self._executables[variant] = executable
                 self.num_compilations += 1
         self.compile_seconds += time.perf_counter() - start
 
     def compile_moves(self, *, swaps: bool, poison: bool) -> None:
         """Compile the copying of blocks, and, if asked for, swapping and poisoning."""
+        nobody = self._builder.no_rows(1)
+        nobody.histories[nobody.rows[0]] = []
+        self.set_rows(nobody)
         self.copy_blocks([(NULL_BLOCK, NULL_BLOCK)])
         if poison:
             self.poison_blocks([1])  # it holds nothing yet
@@ -143,7 +170,7 @@ class ModelRunner:
             padded = np.zeros((2, _COPIES), np.int32)
             part = np.asarray(copies[begin : begin + _COPIES], np.int32)
             padded[:, : len(part)] = part.T
-            self._cache = self._move("copy", _COPIES, *padded)
+            self._cache = self._move("copy", _COPIES, self._cache, *padded)
 
     def swap_out(self, block_ids: Sequence[int]) -> list[tuple[LayerKV, ...]]:
         """Copy blocks of every layer to host memory, pinned where there is such.
@@ -157,7 +184,7 @@ class ModelRunner:
         content = []
         for begin, num_blocks in _parts(len(block_ids)):
             ids = np.asarray(block_ids[begin : begin + num_blocks], np.int32)
-            staged = self._move("out", num_blocks, ids)
+            staged = self._move("out", num_blocks, self._cache, ids)
             on_host = self._host_memory
             content.append(
                 jax.device_get(staged)
@@ -180,46 +207,74 @@ class ModelRunner:
             ids = np.asarray(block_ids[begin : begin + num_blocks], np.int32)
             if ids.any():
                 staged = jax.device_put(part, self._device_memory)
-                self._cache = self._move("in", num_blocks, staged, ids)
+                self._cache = self._move("in", num_blocks, self._cache, staged, ids)
 
     def poison_blocks(self, block_ids: Sequence[int]) -> None:
         """Fill blocks of every layer with NaN; the cache goes in donated."""
         for begin in range(0, len(block_ids), _POISONED):
             part = np.asarray(block_ids[begin : begin + _POISONED], np.int32)
             padded = np.resize(part, _POISONED)  # what is lacking is filled twice
-            self._cache = self._move("poison", _POISONED, padded)
+            self._cache = self._move("poison", _POISONED, self._cache, padded)
 
-    def _move(self, name: str, num_blocks: int, *arguments: Any) -> Any:
-        """Run a function that moves blocks; compile it if this is the first use."""
-        executable = self._move_executables.get((name, num_blocks))
+    def set_rows(self, new_rows: NewRows) -> None:
+        """Set what the device keeps of rows; its state goes in donated."""
+        rows = np.asarray(new_rows.rows, np.int32)
+        for begin in range(0, len(rows), _NEW_ROWS):
+            lines = np.arange(begin, begin + _NEW_ROWS)
+            lines = np.minimum(lines, len(rows) - 1)  # the last is set again
+            arrays = (rows, new_rows.block_tables, new_rows.params)
+            part = jax.tree.map(operator.itemgetter(lines), arrays)
+            self._rows = self._move("rows", _NEW_ROWS, self._rows, *part)
+        for row, token_ids in new_rows.histories.items():
+            history = np.zeros((1, self._builder.max_model_len), np.int32)
+            history[0, : len(token_ids)] = token_ids
+            which = np.asarray([row], np.int32)
+            num_tokens = np.asarray([len(token_ids)], np.int32)
+            self._rows = self._move(
+                "history", 1, self._rows, which, num_tokens, history
+            )
+
+    def _move(self, name: str, count: int, *arguments: Any) -> Any:
+        """Run a function that moves so many; compile it if this is the first use."""
+        executable = self._move_executables.get((name, count))
         if executable is None:
             start = time.perf_counter()
-            executable = self._moves[name].lower(self._cache, *arguments).compile()
-            self._move_executables[name, num_blocks] = executable
+            executable = self._moves[name].lower(*arguments).compile()
+            self._move_executables[name, count] = executable
             self.num_compilations += 1
             self.compile_seconds += time.perf_counter() - start
-        return executable(self._cache, *arguments)
+        return executable(*arguments)
 
     def wait(self) -> None:
         """Wait until everything that was dispatched is done."""
         jax.block_until_ready(self._cache)
 
-    def execute(self, batch: Batch) -> StepOutput:
-        """Run one step; compile its bucket if this is the first use.
+    def dispatch(self, batch: Batch, num_steps: int = 1) -> StepOutput:
+        """Start a step; compile its bucket if this is the first use.
 
-        The cache goes in donated and its successor takes its place.
+        The cache and the rows go in donated and their successors take their places.
 
         Returns:
-            The step's output as numpy arrays.
+            What is on its way to the host, for `collect`: the output, less what
+            nobody wants.
         """
-        bucket = _bucket_of(batch)
-        if bucket not in self._executables:
-            self.compile([batch])
-        output, self._cache = self._executables[bucket](
-            self._params, self._cache, batch
+        variant = _bucket_of(batch), num_steps
+        if variant not in self._executables:
+            self.compile([variant])
+        output, self._cache, self._rows = self._executables[variant](
+            self._params, self._cache, self._rows, batch
         )
-        # One wait for all; fetching arrays one by one would wait for each.
-        return jax.device_get(output)
+        if not batch.wants_logprobs:
+            output = output._replace(logprobs=None)
+        if not batch.wants_prompt_logprobs:
+            output = output._replace(prompt_logprobs=None)
+        for array in jax.tree.leaves(output):
+            array.copy_to_host_async()
+        return output
+
+    def collect(self, dispatched: StepOutput) -> StepOutput:
+        """Wait for a step; return its output as numpy arrays."""
+        return jax.device_get(dispatched)
 
 
 def _parts(num_blocks: int) -> Iterator[tuple[int, int]]:
@@ -240,7 +295,7 @@ def _memory(array: jax.Array, kind: str) -> jax.sharding.Sharding | None:
 
 
 def _bucket_of(batch: Batch) -> Bucket:
-    return Bucket(rows=batch.kv_lens.shape[0], tokens=batch.token_ids.shape[0])
+    return Bucket(rows=len(batch.rows), tokens=len(batch.token_ids))
 
 
 class RequestKeys:

@@ -2,11 +2,14 @@
 
 A `Request` is one child of what a user submitted (n = 1 has child 0 only). It owns
 its tokens and decides when it ends; the scheduler owns its blocks, its row and its
-counters. Two counters say how far it is, and are equal between steps:
+counters. Two counters say how far it is, and are equal when no step is under way:
 
     [0, num_computed_tokens)                     K and V are in the cache
     [num_computed_tokens, num_scheduled_tokens)  planned or dispatched
-    [num_scheduled_tokens, len(token_ids))       for a later step
+    [num_scheduled_tokens, num_tokens)           for a later step
+
+A step that is under way may have chosen tokens that the host has not seen yet: the
+last num_pending_tokens of num_tokens, behind all of token_ids.
 """
 
 import math
@@ -308,7 +311,10 @@ class Request:
         text_stop: What watches the text for stop strings, where there are any.
         num_computed_tokens: Tokens whose K and V a committed step has written.
         num_scheduled_tokens: The same, with the steps that are planned or dispatched.
+        num_pending_tokens: Tokens that those steps choose for it.
         row: Its line in the batch; None while it does not run.
+        admission: Of all times that a request was given a row which was its last; 0:
+            it has never had one.
         num_preemptions: How often it lost its blocks.
         finish_reason: None until it ends.
         error: What went wrong with its text, and ended it.
@@ -318,6 +324,7 @@ class Request:
     __slots__ = (
         "__weakref__",
         "adapter",
+        "admission",
         "arrival",
         "beams",
         "cache_salt",
@@ -329,6 +336,7 @@ class Request:
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_scheduled_tokens",
@@ -402,7 +410,9 @@ class Request:
         self.num_cached_tokens: int | None = None
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
+        self.num_pending_tokens = 0
         self.row: int | None = None
+        self.admission = 0
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
@@ -431,6 +441,20 @@ class Request:
         """How many tokens were generated."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def num_tokens(self) -> int:
+        """All of its tokens, those that the host has not seen yet among them."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_unscheduled_tokens(self) -> int:
+        """How many of its tokens no step has been planned for.
+
+        Nothing follows the last token that it may have, so that one never runs.
+        """
+        last = self.max_total_tokens - 1
+        return min(self.num_tokens, last) - self.num_scheduled_tokens
+
     def fork(self, source: "Request", token_ids: list[int]) -> None:
         """Begin anew, with the first tokens of another request.
 
@@ -449,6 +473,7 @@ class Request:
         self.chain = None
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
+        self.num_pending_tokens = 0
 
     def append_token(self, token_id: int) -> None:
         """Append a generated token and set `finish_reason` if it is the last one.

@@ -40,7 +40,7 @@ class RequestBlocks:
 
     def num_to_come(self, request: Request) -> int:
         """Return the blocks it will take for its known tokens and one block more."""
-        known = self.block_tables.blocks_for(len(request.token_ids))
+        known = self.block_tables.blocks_for(request.num_tokens)
         at_most = self.block_tables.blocks_for(request.max_total_tokens - 1)
         held = len(self.block_tables.table(request.request_id))
         return min(known + 1, at_most) - held
@@ -129,15 +129,15 @@ class RequestBlocks:
             table = self.block_tables.table(request.request_id)
             self.prefix_cache.publish(request, table, num_before)
 
-    def unfill(self, request: Request) -> bool:
-        """Take back the blocks of a step that failed.
+    def unfill(self, request: Request, start: int) -> bool:
+        """Take back the blocks of a step that failed, from token `start` on.
 
         Returns:
             Whether the request has what it had before; if not, what it began with in
             that step may not have arrived, and it must begin anew.
         """
-        request.num_scheduled_tokens = request.num_computed_tokens
-        self.block_tables.truncate(request.request_id, request.num_computed_tokens)
+        request.num_scheduled_tokens = start
+        self.block_tables.truncate(request.request_id, start)
         return request.source is None and request.swapped is None
 
     def swap_out(self, request: Request, preemption: Preemption) -> None:
@@ -239,7 +239,7 @@ class RequestBlocks:
         for request in running:
             scheduled = request.num_scheduled_tokens
             assert request.num_computed_tokens <= scheduled, f"{request!r}"
-            assert scheduled <= len(request.token_ids), f"{request!r}"
+            assert scheduled <= request.num_tokens, f"{request!r}"
             held = len(self.block_tables.table(request.request_id))
             assert held == self.block_tables.blocks_for(scheduled), f"{request!r}"
         parts = [part for r in (*running, *waiting) for part in r.swapped or ()]

@@ -60,7 +60,9 @@ class Scheduler:
     """The queues, and the decisions about tokens, rows and blocks.
 
     Use: `add` and `abort` at any time; `schedule`, run the step, `commit`; or
-    `discard` if the step failed. It belongs to one thread.
+    `discard` if the step failed. Where `can_run_ahead` says so, the next step may be
+    scheduled before the last one is committed; steps are committed in their order, and
+    discarded in the opposite one. It belongs to one thread.
 
     Attributes:
         pool: The blocks.
@@ -68,6 +70,7 @@ class Scheduler:
         prefix_cache: Who finds which of them.
         swap_space: Room for blocks in host memory.
         preemption: How preempted requests come back.
+        multi_step: Most decoding steps in one.
         num_preemptions: Preemptions so far.
     """
 
@@ -84,12 +87,14 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         num_swap_blocks: int = 0,
         preemption: Preemption | None = None,
+        multi_step: int = 1,
         root: bytes = b"",
     ):
         """Make an idle scheduler with a pool of its own; see `EngineConfig`.
 
         With `num_swap_blocks` so many blocks fit into host memory; without `preemption`
-        victims recompute. Digests of blocks start from `root`.
+        victims recompute. Steps in which everybody decodes run as `multi_step` steps in
+        one. Digests of blocks start from `root`.
 
         Raises:
             ValueError: The budget is below max_num_seqs, or the pool has no block.
@@ -110,12 +115,14 @@ class Scheduler:
         self.prefix_cache = self._blocks.prefix_cache
         self.swap_space = self._blocks.swap_space
         self.preemption = preemption or Preemption()
+        self.multi_step = multi_step
         self.num_preemptions = 0
         self._requests: dict[str, Request] = {}  # unfinished ones
         self._waiting: deque[Request] = deque()  # in order of urgency
         self._running: list[Request] = []  # likewise
         self._free_rows = list(range(max_num_seqs))  # a heap
         self._num_arrivals = 0
+        self._num_admissions = 0
 
     @property
     def num_running(self) -> int:
@@ -199,6 +206,29 @@ class Scheduler:
         """Forget every cached block, those in host memory too; who runs goes on."""
         self._blocks.reset(self._waiting)
 
+    def can_run_ahead(self) -> bool:
+        """Whether the next step may be scheduled before the last one is committed.
+
+        Not if it might preempt somebody: who is on the way may be about to end, and
+        what it has computed on the way would be lost. Nor while beams run, whose next
+        tokens the host chooses.
+        """
+        if any(request.beams is not None for request in self._running):
+            return False
+        if self._waiting and self.policy == "priority":
+            worst = self._running[-1] if self._running else self._waiting[0]
+            if self._waiting[0].rank[0] < worst.rank[0]:
+                return False
+        needed = 0
+        for request in self._running:
+            num_tokens = min(
+                request.num_unscheduled_tokens, self.max_num_batched_tokens
+            )
+            needed += self.block_tables.blocks_needed(
+                request.request_id, request.num_scheduled_tokens + num_tokens
+            )
+        return needed <= self.pool.num_available
+
     def schedule(self) -> Schedule:
         """Decide the next step: allocate, preempt and admit.
 
@@ -218,8 +248,8 @@ class Scheduler:
 
     def _make(self, plan: Plan) -> None:
         """Fill a plan by the rules of this module."""
-        decodes = [r for r in self._running if _num_unscheduled(r) == 1]
-        prefills = [r for r in self._running if _num_unscheduled(r) > 1]
+        decodes = [r for r in self._running if r.num_unscheduled_tokens == 1]
+        prefills = [r for r in self._running if r.num_unscheduled_tokens > 1]
         self._plan_running(decodes, plan)
         # Before those of each priority comes who waits with a better one.
         for priority, equals in itertools.groupby(prefills, key=_by_priority):
@@ -227,16 +257,32 @@ class Scheduler:
                 self._admit_waiting(plan, before=priority)
             self._plan_running(list(equals), plan)
         self._admit_waiting(plan)
+        if self.multi_step > 1 and plan.is_decoding:
+            self._plan_more_steps(plan)
+
+    def _plan_more_steps(self, plan: Plan) -> None:
+        """Let all that decode go on within the step, as far as there are blocks."""
+        for request in plan.num_tokens:
+            room = request.max_total_tokens - 1 - request.num_scheduled_tokens
+            num_more = min(self.multi_step - 1, room)
+            target = request.num_scheduled_tokens + num_more
+            if self.block_tables.grow(request.request_id, target):
+                plan.num_tokens[request] += num_more
+                request.num_scheduled_tokens = target
+        if any(num_tokens > 1 for num_tokens in plan.num_tokens.values()):
+            plan.num_steps = self.multi_step
 
     def commit(
-        self, schedule: Schedule, sampled: Sequence[int | None] | np.ndarray
+        self,
+        schedule: Schedule,
+        sampled: Sequence[int | None] | Sequence[Sequence[int]] | np.ndarray,
     ) -> list[Request]:
         """Take a step's results: count its tokens, append new ones, end requests.
 
         Args:
             schedule: What ran. Rows whose request was aborted meanwhile are ignored.
-            sampled: One token for each of its rows; ignored for those that do not
-                sample.
+            sampled: One token for each of its rows, or, of several steps in one, one
+                for each step; ignored for those that do not sample.
 
         Returns:
             The requests that got a token, the ended ones among them.
@@ -244,31 +290,50 @@ class Scheduler:
         Raises:
             ValueError: There is not one token for each row.
         """
-        tokens = sampled.tolist() if isinstance(sampled, np.ndarray) else sampled
+        tokens: Sequence = (
+            sampled.tolist() if isinstance(sampled, np.ndarray) else sampled
+        )
         if len(tokens) != len(schedule.rows):
             raise ValueError(
                 f"{len(tokens)} sampled tokens for {len(schedule.rows)} rows"
             )
         updated = []
-        for scheduled, token in zip(schedule.rows, tokens, strict=True):
-            if _is_stale(scheduled):
+        for scheduled, chosen in zip(schedule.rows, tokens, strict=True):
+            if scheduled.is_stale:
                 continue
             request = scheduled.request
-            self._blocks.fill(request, scheduled.num_tokens)
-            if scheduled.samples and request.beams is None:
-                assert token is not None, f"no token for {request!r}"
-                request.append_token(token)
-                updated.append(request)
+            if scheduled.num_samples == 0 or request.beams is not None:
+                self._blocks.fill(request, scheduled.num_tokens)
+                continue
+            request.num_pending_tokens -= scheduled.num_samples
+            row_tokens = [chosen] if schedule.num_steps == 1 else chosen
+            self._take_tokens(scheduled, row_tokens[: scheduled.num_samples])
+            updated.append(request)
         ended = [request for request in updated if request.finish_reason is not None]
         if ended:
             self._retire(ended)
         return updated
 
+    def _take_tokens(self, scheduled: ScheduledRow, tokens: Sequence[int]) -> None:
+        """Append what a row has chosen, until it ends; count what it has computed."""
+        request = scheduled.request
+        num_unused = 0  # chosen, and computed, behind the end
+        for number, token in enumerate(tokens, start=1):
+            request.append_token(token)
+            if request.finish_reason is not None:
+                num_unused = len(tokens) - number
+                break
+        self._blocks.fill(request, scheduled.num_tokens - num_unused)
+
     def discard(self, schedule: Schedule) -> None:
         """Forget a step that failed: its tokens will be scheduled again."""
         for scheduled in schedule.rows:
             request = scheduled.request
-            if not _is_stale(scheduled) and not self._blocks.unfill(request):
+            if scheduled.is_stale:
+                continue
+            if request.beams is None:
+                request.num_pending_tokens -= scheduled.num_samples
+            if not self._blocks.unfill(request, scheduled.start):
                 self._requeue(request)
         for request in self._waiting:
             self._blocks.drop_unfinished_swaps(request)
@@ -288,7 +353,7 @@ class Scheduler:
 
     def _chunk(self, request: Request, budget: int) -> int:
         """Return how many of the request's next tokens may run in this step."""
-        return self._at_most(_num_unscheduled(request), budget)
+        return self._at_most(request.num_unscheduled_tokens, budget)
 
     def _at_most(self, num_tokens: int, budget: int) -> int:
         num_tokens = min(num_tokens, budget)
@@ -350,6 +415,7 @@ class Scheduler:
         self._vacate(request)
         request.num_computed_tokens = 0
         request.num_scheduled_tokens = 0
+        request.num_pending_tokens = 0
         bisect.insort(self._waiting, request, key=_by_rank)
 
     def _admit_waiting(self, plan: Plan, before: float = math.inf) -> None:
@@ -416,7 +482,7 @@ class Scheduler:
     def _may_be_partial(self, request: Request) -> bool:
         """Whether one prompt more may be part way; less urgent ones do not count."""
         others = (r for r in self._running if r.rank[0] <= request.rank[0])
-        num_partial = sum(_num_unscheduled(other) > 0 for other in others)
+        num_partial = sum(other.num_unscheduled_tokens > 0 for other in others)
         return num_partial < self.max_num_partial_prefills
 
     def _may_preempt(self, request: Request) -> bool:
@@ -467,6 +533,8 @@ class Scheduler:
         """Let a waiting request run: blocks it shares, and its next tokens."""
         self._waiting.remove(request)
         request.row = heapq.heappop(self._free_rows)
+        self._num_admissions += 1
+        request.admission = self._num_admissions
         bisect.insort(self._running, request, key=_by_rank)
         self._blocks.begin(request, start, num_tokens, plan)
 
@@ -542,6 +610,7 @@ class Scheduler:
         for request in waiting:
             assert request.row is None, f"waiting with a row: {request!r}"
             assert request.num_scheduled_tokens == 0, f"waiting: {request!r}"
+            assert request.num_pending_tokens == 0, f"waiting: {request!r}"
         for request in every.values():
             assert request.finish_reason is None, f"ended but queued: {request!r}"
 
@@ -549,16 +618,3 @@ class Scheduler:
 def _is_under_way(request: Request) -> bool:
     """Whether it is a beam, and others of its search run."""
     return any(beam.row is not None for beam in request.beams or ())
-
-
-def _num_unscheduled(request: Request) -> int:
-    """Return how many known tokens no step has been planned for."""
-    return len(request.token_ids) - request.num_scheduled_tokens
-
-
-def _is_stale(scheduled: ScheduledRow) -> bool:
-    """Whether the request ended or lost its blocks since the row was scheduled."""
-    request = scheduled.request
-    return (
-        request.row != scheduled.row or request.num_computed_tokens != scheduled.start
-    )

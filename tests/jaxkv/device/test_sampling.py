@@ -21,12 +21,16 @@ float_at = jax.jit(sampling._float_at)
 
 
 def inputs(rows=ROWS, vocab=VOCAB, histories=(), suppressed=(), **changes):
-    """Greedy rows without any option, but for `changes`: one value, or one a row."""
-    history = np.zeros((rows, HISTORY), np.int32)
+    """Greedy rows without any option, but for `changes`: one value, or one a row.
+
+    Returns SamplingInputs, and the history that goes with them.
+    """
+    history = np.full((rows + 2, HISTORY), 7, np.int32)  # 7 behind a row's tokens
+    history_of = np.arange(rows, dtype=np.int32)[::-1] + 1
     history_lens, prompt_lens = np.zeros((2, rows), np.int32)
     for row, (prompt, output) in enumerate(histories):
         tokens = [*prompt, *output]
-        history[row, : len(tokens)] = tokens
+        history[history_of[row], : len(tokens)] = tokens
         history_lens[row], prompt_lens[row] = len(tokens), len(prompt)
     suppressed_ids = np.full((rows, 4), vocab, np.int32)
     for row, ids in enumerate(suppressed):
@@ -40,7 +44,7 @@ def inputs(rows=ROWS, vocab=VOCAB, histories=(), suppressed=(), **changes):
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "positions": 0,
+        "positions": history_lens,
         "keys": keys,
         "wants_logprobs": False,
     }
@@ -53,15 +57,15 @@ def inputs(rows=ROWS, vocab=VOCAB, histories=(), suppressed=(), **changes):
     }
     for name in integers:
         fields[name] = jnp.asarray(np.broadcast_to(values[name], (rows,)), jnp.int32)
-    return SamplingInputs(
+    sampling_inputs = SamplingInputs(
         **fields,
         keys=jnp.asarray(np.broadcast_to(values["keys"], (rows, 2)), jnp.uint32),
-        history=jnp.asarray(history),
-        history_lens=jnp.asarray(history_lens),
+        histories=jnp.asarray(history_of),
         prompt_lens=jnp.asarray(prompt_lens),
         suppressed_ids=jnp.asarray(suppressed_ids),
         wants_logprobs=jnp.asarray(values["wants_logprobs"]),
     )
+    return sampling_inputs, jnp.asarray(history)
 
 
 @functools.cache
@@ -77,14 +81,14 @@ def random_logits(seed=0, rows=ROWS, vocab=VOCAB):
 
 def tokens_of(logits, **arguments):
     logits = np.asarray(logits, np.float32)
-    tokens, _ = sample(jnp.asarray(logits), inputs(*logits.shape, **arguments))
+    tokens, _ = sample(jnp.asarray(logits), *inputs(*logits.shape, **arguments))
     return np.asarray(tokens)
 
 
 def kept(logits, **arguments):
     """Which tokens survive min-p, top-k and top-p."""
     logits = np.asarray(logits, np.float32)
-    least = threshold(jnp.asarray(logits), inputs(*logits.shape, **arguments))
+    least = threshold(jnp.asarray(logits), inputs(*logits.shape, **arguments)[0])
     return (logits >= np.asarray(least)) & ~np.isneginf(logits)
 
 
@@ -239,7 +243,7 @@ def drawn(logits, **arguments):
     """The set of tokens drawn in many draws, each at its own position."""
     logits = np.broadcast_to(np.asarray(logits, np.float32), (DRAWS, VOCAB))
     arguments = {"temperature": 1.0, "keys": key_of(0)} | arguments
-    return set(tokens_of(logits, positions=np.arange(DRAWS), **arguments).tolist())
+    return set(tokens_of(logits, positions=1 + np.arange(DRAWS), **arguments).tolist())
 
 
 def padded(probabilities):
@@ -306,7 +310,11 @@ def penalised_reference(logits, prompt, output, repetition, presence, frequency)
     return logits
 
 
-apply_penalties = jax.jit(sampling._apply_penalties)
+@jax.jit
+def apply_penalties(logits, inputs, history):
+    return sampling._apply_penalties(logits, inputs, history[inputs.histories])
+
+
 HISTORIES = [
     ([], []),
     ([3], []),
@@ -342,7 +350,7 @@ def test_penalties_equal_a_loop_over_the_history(repetition, presence, frequency
         penalised_reference(row, prompt, output, repetition, presence, frequency)
         for row, (prompt, output) in zip(logits, HISTORIES, strict=True)
     ]
-    result = apply_penalties(jnp.asarray(logits), arguments)
+    result = apply_penalties(jnp.asarray(logits), *arguments)
     np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -375,7 +383,7 @@ def test_a_row_without_penalties_is_untouched_beside_one_with():
     logits = random_logits(seed=4)
     penalty = np.array([1.5] + [1.0] * (ROWS - 1))
     arguments = inputs(histories=[([1, 2], [3])] * ROWS, repetition_penalty=penalty)
-    result = np.asarray(apply_penalties(jnp.asarray(logits), arguments))
+    result = np.asarray(apply_penalties(jnp.asarray(logits), *arguments))
     np.testing.assert_array_equal(result[1:], logits[1:])
     assert (result[0] != logits[0]).sum() == 3
 
@@ -485,7 +493,7 @@ def log_softmax(logits):
 
 def logprobs_of(logits, **arguments):
     arguments = inputs(*logits.shape, wants_logprobs=True, **arguments)
-    tokens, logprobs = sample(jnp.asarray(logits), arguments)
+    tokens, logprobs = sample(jnp.asarray(logits), *arguments)
     return np.asarray(tokens), jax.tree.map(np.asarray, logprobs)
 
 
@@ -536,7 +544,7 @@ def test_top_logprobs_of_a_toy_vocabulary_end_in_minus_infinity():
 def test_logprobs_nobody_wants_are_zeros_and_change_no_token():
     logits = random_logits(seed=12)
     options = {"temperature": 1.0, "positions": np.arange(ROWS)}
-    tokens, logprobs = sample(jnp.asarray(logits), inputs(**options))
+    tokens, logprobs = sample(jnp.asarray(logits), *inputs(**options))
     wanted, _ = logprobs_of(logits, **options)
     np.testing.assert_array_equal(tokens, wanted)
     for field in logprobs:
@@ -560,12 +568,11 @@ def test_rows_choose_the_same_in_tiles_as_all_at_once(rows_at_once, monkeypatch)
         repetition_penalty=[1.0, 1.0, 1.5, 1.0, 3.0, 1.0, 1.0],
         frequency_penalty=[1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0],
         suppressed=[[], [1, 2], [], [int(logits[3].argmax())], [], [], [0]],
-        positions=np.arange(rows),
         wants_logprobs=True,
     )
-    whole = sample(jnp.asarray(logits), arguments)
+    whole = sample(jnp.asarray(logits), *arguments)
     monkeypatch.setattr(sampling, "_TILE_LOGITS", rows_at_once * VOCAB)
-    in_tiles = jax.jit(lambda *x: sampling.sample(*x))(jnp.asarray(logits), arguments)
+    in_tiles = jax.jit(lambda *x: sampling.sample(*x))(jnp.asarray(logits), *arguments)
     jax.tree.map(np.testing.assert_array_equal, in_tiles, whole)
 
 
@@ -615,6 +622,6 @@ def test_thresholds_are_exact_on_random_floats():
     floats = patterns.view(np.float32)
     floats = np.where(np.abs(floats) >= np.finfo(np.float32).tiny, floats, 1.0)
     kth = 1 + 60 * np.arange(ROWS)
-    least = threshold(jnp.asarray(floats), inputs(*floats.shape, top_k=kth))
+    least = threshold(jnp.asarray(floats), inputs(*floats.shape, top_k=kth)[0])
     expected = np.sort(floats, -1)[np.arange(ROWS), -kth]
     np.testing.assert_array_equal(np.asarray(least)[:, 0], expected)

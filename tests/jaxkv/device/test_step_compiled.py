@@ -69,35 +69,48 @@ def make_tiny(weights_dtype, pool_dtype, head_dim=8, num_blocks=1024):
         block_size=16,
         kv_cache_dtype=pool_dtype,
     )
-    runner = ModelRunner(
-        params,
-        config,
-        cache_config,
-        num_token_ids=config.vocab_size,
-        attention_implementation="xla",
-    )
     builder = BatchBuilder(
         buckets=(DECODE, PREFILL),
         block_size=16,
         num_blocks=num_blocks,
+        max_num_seqs=4,
         max_model_len=128,
         vocab_size=config.vocab_size,
+    )
+    runner = ModelRunner(
+        params,
+        config,
+        cache_config,
+        builder,
+        num_token_ids=config.vocab_size,
+        attention_implementation="xla",
     )
     return Tiny(params, cache_config, runner, builder)
 
 
-def check_compiled_step(tiny, bucket):
-    tiny.runner.compile([tiny.builder.empty(bucket)])
-    compiled = tiny.runner._executables[bucket]
+def bytes_of_rows(runner):
+    return sum(array.nbytes for array in jax.tree.leaves(runner._rows))
+
+
+def check_compiled_step(tiny, bucket, num_steps=1):
+    tiny.runner.compile([(bucket, num_steps)])
+    compiled = tiny.runner._executables[bucket, num_steps]
     memory = compiled.memory_analysis()
     use = pool_use(compiled.as_text(), elements_of_a_pool(tiny.cache_config))
-    assert use == PoolUse(num_writes=2 * LAYERS, made=[])
-    assert memory.alias_size_in_bytes == tiny.cache_config.total_bytes
+    bodies = min(num_steps, 2)  # the first step, and those that follow in a loop
+    assert use == PoolUse(num_writes=2 * LAYERS * bodies, made=[])
+    donated = tiny.cache_config.total_bytes + bytes_of_rows(tiny.runner)
+    assert memory.alias_size_in_bytes == donated
     assert memory.temp_size_in_bytes < tiny.cache_config.total_bytes / (2 * LAYERS)
 
 
 def test_a_compiled_decode_step_writes_every_pool_in_place_and_copies_none(tiny):
     check_compiled_step(tiny, DECODE)
+
+
+@pytest.mark.parametrize("tiny", DTYPES[:1], indirect=True, ids=dtypes_id)
+def test_several_decode_steps_in_one_write_every_pool_in_place_and_copy_none(tiny):
+    check_compiled_step(tiny, DECODE, num_steps=3)
 
 
 @pytest.mark.parametrize("tiny", DTYPES[:1], indirect=True, ids=dtypes_id)
@@ -112,12 +125,13 @@ def test_a_compiled_prefill_step_writes_every_pool_in_place_and_copies_none(tiny
 def test_a_compiled_step_makes_no_array_of_a_low_bit_pools_size(pool_dtype, bucket):
     """No float copy of codes above all, and none of the scales either."""
     tiny = make_tiny("float32", pool_dtype, head_dim=32, num_blocks=8192)
-    tiny.runner.compile([tiny.builder.empty(bucket)])
-    compiled = tiny.runner._executables[bucket]
+    tiny.runner.compile([(bucket, 1)])
+    compiled = tiny.runner._executables[bucket, 1]
     smallest = min(x.size for x in jax.tree.leaves(tiny.runner._cache))
     assert pool_use(compiled.as_text(), smallest).made == []
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == tiny.cache_config.total_bytes
+    donated = tiny.cache_config.total_bytes + bytes_of_rows(tiny.runner)
+    assert memory.alias_size_in_bytes == donated
     assert memory.temp_size_in_bytes < tiny.cache_config.total_bytes / (2 * LAYERS)
 
 
@@ -126,7 +140,8 @@ def decode_batch(builder, position):
     batch = builder.empty(DECODE)
     batch.positions[0] = position
     batch.slot_mapping[0] = builder.block_size + position
-    batch.block_tables[0, 0] = 1
+    batch.rows[0] = 0
+    batch.new_blocks[:, 0] = (0, 0, 1)  # row, place, block
     batch.kv_lens[0] = position + 1
     batch.cu_q_lens[1:] = 1
     return batch
@@ -138,8 +153,8 @@ def test_ten_steps_keep_the_pools_dtype_shape_and_place_and_spare_the_params(tin
     assert {str(dtype) for dtype, _ in before} == {tiny.cache_config.kv_cache_dtype}
     places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(runner._cache)]
     for position in range(10):
-        donated = jax.tree.leaves(runner._cache)
-        runner.execute(decode_batch(tiny.builder, position))
+        donated = jax.tree.leaves((runner._cache, runner._rows))
+        runner.collect(runner.dispatch(decode_batch(tiny.builder, position)))
         pools = jax.tree.leaves(runner._cache)
         assert all(x.is_deleted() for x in donated)
         assert [(x.dtype, x.shape) for x in pools] == before

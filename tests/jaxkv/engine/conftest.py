@@ -6,11 +6,12 @@ import pytest
 
 from jaxkv.config import CacheConfig, EngineConfig
 from jaxkv.engine.checks import EngineLimits
-from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine import Engine, make_builder
 from jaxkv.engine.runner import ModelRunner
 from jaxkv.testing import tiny_llama
 
 NUM_BLOCKS = 64
+MAX_ROWS = 32  # of any engine
 CONFIG = EngineConfig(
     num_blocks=NUM_BLOCKS,
     block_size=4,
@@ -30,6 +31,7 @@ class TinyModel:
 
     def __init__(self, kv_cache_dtype="float32", head_dim=8, **cache_changes):
         self.params, self.config = tiny_llama(eos_token_ids=(7,), head_dim=head_dim)
+        largest = dataclasses.replace(CONFIG, max_num_seqs=MAX_ROWS)
         self.runner = ModelRunner(
             self.params,
             self.config,
@@ -43,6 +45,7 @@ class TinyModel:
                 dtype="float32",
                 **cache_changes,
             ),
+            make_builder(self.limits(largest), largest),
             num_token_ids=self.config.vocab_size,
             attention_implementation="xla",
         )
@@ -50,7 +53,12 @@ class TinyModel:
     def engine(self, tokenizer=None, eos_token_ids=None, **changes):
         """An engine; `changes` are fields of EngineConfig."""
         config = dataclasses.replace(CONFIG, **changes)
-        limits = EngineLimits(
+        limits = self.limits(config, eos_token_ids)
+        builder = make_builder(limits, config)
+        return Engine(self.runner, builder, limits, config, tokenizer)
+
+    def limits(self, config, eos_token_ids=None):
+        return EngineLimits(
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
             vocab_size=self.config.vocab_size,
@@ -60,7 +68,6 @@ class TinyModel:
             ),
             kv_bytes_per_token=1,
         )
-        return Engine(self.runner, limits, config, tokenizer)
 
 
 @pytest.fixture(scope="session")

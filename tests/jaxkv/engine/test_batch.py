@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from jaxkv import NULL_BLOCK, SamplingParams
@@ -12,12 +11,13 @@ def builder(max_num_seqs=4, max_num_batched_tokens=16):
         buckets=make_buckets(max_num_seqs, max_num_batched_tokens),
         block_size=4,
         num_blocks=10,
+        max_num_seqs=max_num_seqs,
         max_model_len=20,
         vocab_size=100,
     )
 
 
-def row(request_id, tokens, start=0, num_tokens=None, **params):
+def row(request_id, tokens, start=0, num_tokens=None, place=0, **params):
     request = Request(
         request_id,
         tokens,
@@ -26,39 +26,90 @@ def row(request_id, tokens, start=0, num_tokens=None, **params):
         eos_token_ids=(7,),
     )
     num_tokens = len(tokens) - start if num_tokens is None else num_tokens
-    return ScheduledRow(
-        request, 0, start, num_tokens, start + num_tokens == len(tokens)
-    )
+    num_samples = int(start + num_tokens == len(tokens))
+    return ScheduledRow(request, place, 0, start, num_tokens, num_samples)
 
 
-def build(rows, tables):
-    return builder().build(Schedule(tuple(rows)), tables.__getitem__, {}.__getitem__)
+def build(rows, tables, shared=None, **options):
+    schedule = Schedule(tuple(rows), **options)
+    shared = shared or builder()
+    return shared.build(schedule, tables.__getitem__, {}.__getitem__)
 
 
 def test_rows_lie_one_after_another_and_padding_points_at_the_null_block():
-    rows = [row("a", [11, 12, 13, 14, 15]), row("b", [21, 22, 23, 24, 25, 26], start=5)]
-    batch = build(rows, {"a": [3, 1], "b": [2, 9]})
+    rows = [
+        row("a", [11, 12, 13, 14, 15], place=1),
+        row("b", [21, 22, 23, 24, 25, 26], start=5, place=3),
+    ]
+    _, batch = build(rows, {"a": [3, 1], "b": [2, 9]})
+    assert batch.rows.tolist() == [1, 3, 4, 4]
     assert batch.token_ids.tolist() == [11, 12, 13, 14, 15, 26, 0, 0]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
     assert batch.slot_mapping.tolist() == [12, 13, 14, 15, 4, 37, 0, 0]
-    assert batch.block_tables[:2].tolist() == [[3, 1, 0, 0, 0], [2, 9, 0, 0, 0]]
-    assert (batch.block_tables[2:] == NULL_BLOCK).all()
     assert batch.kv_lens.tolist() == [5, 6, 0, 0]
     assert batch.cu_q_lens.tolist() == [0, 5, 6, 6, 6]
     assert batch.sample_indices[:2].tolist() == [4, 5]
+    assert batch.num_samples.tolist() == [1, 1, 0, 0]
+    assert (batch.pending_places == 8).all()
 
 
-def test_a_line_of_the_tables_keeps_nothing_of_the_batch_before():
+def new_blocks(batch):
+    """[(row, place, block)], padding left out."""
+    blocks = batch.new_blocks.T.tolist()
+    assert blocks[-1] == [4, 5, NULL_BLOCK]  # no row's, off the end of the tables
+    return [tuple(block) for block in blocks if block != blocks[-1]]
+
+
+def test_a_table_is_sent_whole_when_a_row_is_new_and_then_as_it_grows():
     shared = builder()
-    long, short = row("a", list(range(20))), row("b", [1, 2])
-    build_one = lambda r, table: shared.build(  # noqa: E731
-        Schedule((r,)), lambda _: table, {}.__getitem__
-    )
-    first = build_one(long._replace(num_tokens=16, samples=False), [1, 2, 3, 4, 5])
-    second = build_one(short, [6])
-    assert second.block_tables[0].tolist() == [6, 0, 0, 0, 0]
-    assert first.block_tables is not second.block_tables
-    assert first.token_ids is not second.token_ids
+    tables = {"a": [3, 1], "b": [6]}
+    first = row("a", list(range(12)), num_tokens=5, place=2)
+    new_rows, batch = build([first], tables, shared)
+    assert (new_rows.rows, new_blocks(batch)) == ([2], [])
+    assert new_rows.block_tables.tolist() == [[3, 1, 0, 0, 0]]
+    tables["a"] += [7, 4]
+    again = first._replace(start=5, num_tokens=7, num_samples=1)
+    other = row("b", [1, 2], place=0)
+    new_rows, batch = build([other, again], tables, shared)
+    assert new_rows.rows == [0]
+    assert new_rows.block_tables.tolist() == [[6, 0, 0, 0, 0]]
+    assert new_blocks(batch) == [(2, 2, 7), (2, 3, 4)]
+
+
+def test_a_row_is_sent_whole_after_every_admission_and_after_a_failure():
+    shared = builder()
+    request = row("a", [1, 2, 3], num_tokens=1)
+    for scheduled in (
+        request,
+        request._replace(admission=1),
+        request._replace(admission=2),
+    ):
+        new_rows, _ = build([scheduled], {"a": [3]}, shared)
+        assert new_rows.rows == [0]
+    assert build([scheduled], {"a": [3]}, shared)[0].rows == []
+    shared.forget()
+    assert build([scheduled], {"a": [3]}, shared)[0].rows == [0]
+
+
+def test_a_token_that_only_the_device_knows_has_its_place():
+    rows = [row("a", [1, 2, 3]), row("b", [4, 5], place=1)]
+    rows[1] = rows[1]._replace(start=2, num_tokens=1)
+    _, batch = build(rows, {"a": [3], "b": [5]})
+    assert batch.token_ids.tolist() == [1, 2, 3, 0]
+    assert batch.positions.tolist() == [0, 1, 2, 2]
+    assert batch.slot_mapping.tolist() == [12, 13, 14, 22]
+    assert batch.pending_places.tolist() == [4, 3, 4, 4]
+
+
+def test_of_several_steps_in_one_the_first_tokens_are_sent_and_all_blocks():
+    shared = builder()
+    first = row("a", [1, 2, 3], num_tokens=3)
+    build([first], {"a": [3]}, shared)
+    again = first._replace(start=3, num_tokens=3, num_samples=3)
+    new_rows, batch = build([again], {"a": [3, 8]}, shared, num_steps=3)
+    assert (new_rows.rows, batch.pending_places.tolist()) == ([], [0])
+    assert (batch.kv_lens.tolist(), batch.num_samples.tolist()) == ([4], [3])
+    assert batch.new_blocks.tolist() == [[0], [1], [8]]
 
 
 @pytest.mark.parametrize(
@@ -118,23 +169,28 @@ def test_a_value_that_would_go_astray_on_the_device_is_refused(rows, tables, mes
         build(rows, tables)
 
 
-def test_min_tokens_suppresses_eos_and_stop_ids_until_it_is_reached():
-    rows = [row("a", [1], min_tokens=2, stop_token_ids=[9]), row("b", [1])]
-    batch = build(rows, {"a": [1], "b": [2]})
-    suppressed = batch.sampling.suppressed_ids
-    assert sorted(set(suppressed[0].tolist())) == [7, 9, 100]
-    assert set(suppressed[1].tolist()) == {100}
+def test_min_tokens_and_stop_ids_are_sent_with_the_row():
+    rows = [
+        row("a", [1, 2], min_tokens=2, stop_token_ids=[9]),
+        row("b", [1], place=1),
+        row("c", [1], place=2, ignore_eos=True),
+    ]
+    new_rows, _ = build(rows, {"a": [1], "b": [2], "c": [3]})
+    stop_ids = [sorted(set(ids.tolist())) for ids in new_rows.params.stop_ids]
+    assert stop_ids == [[7, 9, 100], [7, 100], [100]]
+    assert new_rows.params.min_lens.tolist() == [4, 1, 1]
+    assert new_rows.params.prompt_lens.tolist() == [2, 1, 1]
 
 
-def test_history_is_staged_for_rows_with_penalties_only():
-    plain = build([row("a", [5, 6])], {"a": [1]}).sampling.history
-    assert not plain.any()
-    assert not plain.flags.writeable
-    batch = build(
-        [row("a", [5, 6]), row("b", [8, 9], presence_penalty=1.0)],
-        {"a": [1], "b": [2]},
-    )
-    assert not batch.sampling.history[0].any()
-    assert batch.sampling.history[1, :2].tolist() == [8, 9]
-    assert batch.sampling.history_lens[:2].tolist() == [2, 2]
-    np.testing.assert_array_equal(batch.sampling.prompt_lens[:2], [2, 2])
+def test_history_is_sent_for_rows_with_penalties_only():
+    rows = [row("a", [5, 6]), row("b", [8, 9], presence_penalty=1.0, place=3)]
+    new_rows, _ = build(rows, {"a": [1], "b": [2]})
+    assert new_rows.histories == {3: [8, 9]}
+
+
+@pytest.mark.parametrize("params", [{}, {"logprobs": 0}])
+def test_logprobs_are_wanted_if_a_row_that_samples_asks(params):
+    _, batch = build([row("a", [5, 6], **params)], {"a": [1]})
+    assert bool(batch.wants_logprobs) == bool(params)
+    _, batch = build([row("a", [5, 6], num_tokens=1, **params)], {"a": [1]})
+    assert not batch.wants_logprobs

@@ -17,7 +17,8 @@ PARAMS = SamplingParams(max_tokens=20, temperature=0.0)
 
 
 def make_engine(**changes):
-    """Blocks of four; the token that follows n tokens is n."""
+    """Blocks of four; the token that follows n tokens is n; a step is a step."""
+    changes = {"async_scheduling": False} | changes
     return scripted_engine(len, dataclasses.replace(CONFIG, **changes))
 
 
@@ -34,7 +35,14 @@ def add(engine, **prompts):
 def caught(engine, message):
     """Expect the next step to fail with this message and to move nothing."""
     moved = []
-    names = ("execute", "copy_blocks", "swap_out", "swap_in", "poison_blocks")
+    names = (
+        "dispatch",
+        "set_rows",
+        "copy_blocks",
+        "swap_out",
+        "swap_in",
+        "poison_blocks",
+    )
     for name in names:
         setattr(engine._runner, name, lambda *_, name=name: moved.append(name))
     with pytest.raises(AssertionError, match=message):
@@ -275,7 +283,7 @@ def blocks_of(runner, block_id):
 
 
 def test_free_blocks_hold_nan_and_held_and_cached_ones_do_not(tiny):
-    engine = tiny.engine(num_blocks=20)
+    engine = tiny.engine(async_scheduling=False, num_blocks=20)
     engine.add_request("a", list(range(20, 29)), SamplingParams(max_tokens=1))
     engine.add_request("b", list(range(30, 39)), PARAMS)
     engine.step()
@@ -298,7 +306,9 @@ def test_free_blocks_hold_nan_and_held_and_cached_ones_do_not(tiny):
 
 
 def test_a_block_that_goes_from_hand_to_hand_is_filled_between(tiny):
-    engine = tiny.engine(num_blocks=6, enable_prefix_caching=False)
+    engine = tiny.engine(
+        async_scheduling=False, num_blocks=6, enable_prefix_caching=False
+    )
     engine.add_request("a", list(range(20, 37)), SamplingParams(max_tokens=1))
     engine.step()
     assert engine.stats().held_blocks == 0
@@ -314,7 +324,7 @@ def test_a_block_that_goes_from_hand_to_hand_is_filled_between(tiny):
 def test_a_step_that_fails_when_blocks_were_moved_leaves_the_shadow_right():
     prompt = [11, 12, 13, 14, 15, 16]
     expected = run_engine(make_engine(), {"r": (prompt, FORKED)})["r"]
-    for method in ("copy_blocks", "execute"):
+    for method in ("copy_blocks", "dispatch"):
         engine = make_engine()
         engine.add_request("r", prompt, FORKED)
         engine.step()
@@ -353,9 +363,10 @@ def test_eager_warm_up_compiles_the_filling_too():
         debug_blocks=True,
     )
     engine = Engine.from_params(params, model_config, config)
-    assert engine.stats().num_compilations == 4  # 1 and 2 tokens; copying, filling
+    # 1 and 2 tokens; setting rows and their history; copying, filling
+    assert engine.stats().num_compilations == 6
     run_engine(engine, {"r": ([1, 2, 3], PARAMS)})
-    assert engine.stats().num_compilations == 4
+    assert engine.stats().num_compilations == 6
 
 
 def test_without_debug_blocks_nothing_is_watched():

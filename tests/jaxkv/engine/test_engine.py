@@ -666,7 +666,8 @@ def test_salts_and_adapters_keep_requests_apart(tiny):
         [{}, {"cache_salt": "a"}, {"adapter": "a"}, {"cache_salt": "a"}, {}]
     ):
         engine.add_request(str(number), prompt, SamplingParams(max_tokens=1), **keys)
-        found.append(engine.step()[0].num_cached_tokens)
+        (output,) = [*engine.step(), *engine.step()]
+        found.append(output.num_cached_tokens)
     assert found == [0, 0, 0, 8, 8]
     with pytest.raises(ValueError, match="cache_salt must be a string, bytes or an"):
         engine.add_request("x", prompt, cache_salt=1.5)

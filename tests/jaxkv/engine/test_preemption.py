@@ -10,6 +10,7 @@ import pytest
 from jaxkv import Engine, EngineConfig, SamplingParams
 from jaxkv.config import NULL_BLOCK
 from jaxkv.device.cache import gather_blocks, init_cache
+from jaxkv.engine.batch import BatchBuilder
 from jaxkv.engine.runner import ModelRunner
 from jaxkv.testing import scripted_engine, tiny_llama
 from tests.helpers import cache_config, run_engine, token_ids
@@ -118,8 +119,21 @@ def filled(config, seed):
 
 def make_runner(config, cache):
     params, model_config = tiny_llama()
+    builder = BatchBuilder(
+        buckets=(),
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        max_num_seqs=4,
+        max_model_len=64,
+        vocab_size=128,
+    )
     runner = ModelRunner(
-        params, model_config, config, num_token_ids=128, attention_implementation="xla"
+        params,
+        model_config,
+        config,
+        builder,
+        num_token_ids=128,
+        attention_implementation="xla",
     )
     runner._cache = cache
     return runner

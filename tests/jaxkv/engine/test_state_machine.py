@@ -31,7 +31,10 @@ from tests.state_machines import settings_of
 
 EOS = 2
 MAX_TOKENS = 14
-RUNNER_METHODS = ["execute", "copy_blocks", "swap_out", "swap_in", "poison_blocks"]
+RUNNER_METHODS = [
+    *("dispatch", "collect", "set_rows"),
+    *("copy_blocks", "swap_out", "swap_in", "poison_blocks"),
+]
 DISTURBANCES = [
     *("abort", "reset", "abort swapped", "reset swapped"),
     *RUNNER_METHODS,
@@ -247,6 +250,8 @@ def failing(runner, method, call, after):
 
 
 OPTIONS = {
+    "async_scheduling": st.booleans(),
+    "multi_step": st.sampled_from([1, 1, 3]),
     "enable_prefix_caching": st.sampled_from([True, True, True, False]),
     "policy": st.sampled_from(["fcfs", "priority"]),
     "max_num_partial_prefills": st.integers(1, 2),

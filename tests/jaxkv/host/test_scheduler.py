@@ -59,7 +59,9 @@ def next_token(token_ids):
 
 def sample(schedule):
     return [
-        next_token(r.request.token_ids[: r.start + r.num_tokens]) if r.samples else None
+        next_token(r.request.token_ids[: r.start + r.num_tokens])
+        if r.num_samples
+        else None
         for r in schedule.rows
     ]
 
@@ -67,7 +69,8 @@ def sample(schedule):
 def planned(schedule):
     """{request id: (start, number of tokens, whether it samples)}"""
     return {
-        r.request.request_id: (r.start, r.num_tokens, r.samples) for r in schedule.rows
+        r.request.request_id: (r.start, r.num_tokens, r.num_samples)
+        for r in schedule.rows
     }
 
 
@@ -79,7 +82,7 @@ def step(scheduler):
     assert 0 < schedule.num_tokens <= scheduler.max_num_batched_tokens
     for scheduled in schedule.rows:
         end = scheduled.start + scheduled.num_tokens
-        assert scheduled.samples == (end == len(scheduled.request.token_ids))
+        assert scheduled.num_samples == (end == len(scheduled.request.token_ids))
     scheduler.commit(schedule, sample(schedule))
     scheduler.check_invariants()
     return planned(schedule)
@@ -155,9 +158,10 @@ def test_scheduled_runs_ahead_of_computed_until_the_commit():
     request = add(scheduler, "a", 6)
     schedule = scheduler.schedule()
     assert (request.num_computed_tokens, request.num_scheduled_tokens) == (0, 6)
-    assert scheduler.schedule().rows == ()  # nothing more is known to run
+    assert request.num_pending_tokens == 1
     scheduler.commit(schedule, [10])
     assert (request.num_computed_tokens, request.num_scheduled_tokens) == (6, 6)
+    assert request.num_pending_tokens == 0
 
 
 def test_wasted_slots_are_those_of_held_blocks_without_a_computed_token():
@@ -784,7 +788,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert schedule.num_tokens <= scheduler.max_num_batched_tokens
         rows = {r.request.request_id: r for r in schedule.rows}
         for request in decoding:
-            assert request.row is None or rows[request.request_id].samples
+            assert request.row is None or rows[request.request_id].num_samples
         for name, scheduled in rows.items():
             request = scheduled.request
             assert scheduled.row == request.row == had_row.get(name, request.row)
@@ -793,7 +797,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             known = self.expected[name]
             assert request.token_ids == known
             end = scheduled.start + scheduled.num_tokens
-            assert scheduled.samples == (end == len(known))
+            assert scheduled.num_samples == (end == len(known))
         running = [r for r in self.requests if r.row is not None]
         partial = [r for r in running if r.num_scheduled_tokens < len(r.token_ids)]
         for priority in range(3):
@@ -889,7 +893,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self, data):
         schedule, self.in_flight = self.in_flight, None
         tokens = [
-            data.draw(st.integers(EOS, 9)) if scheduled.samples else None
+            data.draw(st.integers(EOS, 9)) if scheduled.num_samples else None
             for scheduled in schedule.rows
         ]
         self.commit_tokens(
@@ -905,7 +909,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         expected = []
         for scheduled, token in zip(schedule.rows, tokens, strict=True):
             ended = scheduled.request.finish_reason is not None
-            if scheduled.samples and scheduled.request.beams is None and not ended:
+            if scheduled.num_samples and scheduled.request.beams is None and not ended:
                 self.expected[scheduled.request.request_id].append(token)
                 expected.append(scheduled.request)
         assert self.scheduler.commit(schedule, tokens) == expected
@@ -934,7 +938,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.schedule()
             self.agrees()
             schedule, self.in_flight = self.in_flight, None
-            tokens = [3 if scheduled.samples else None for scheduled in schedule.rows]
+            tokens = [
+                3 if scheduled.num_samples else None for scheduled in schedule.rows
+            ]
             # Searches keep all their beams, which fork from the last one.
             self.commit_tokens(schedule, tokens, lambda low, high: high)
 
