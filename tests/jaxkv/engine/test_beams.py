@@ -200,14 +200,14 @@ def test_beams_share_all_blocks_but_the_last_ones(tiny, monkeypatch):
     params = BeamSearchParams(beam_width=4, max_tokens=4, length_penalty=0.0)
     engine.add_request("b", prompt_of(21), params)
     held = []
-    execute = engine._execute
+    dispatch = engine._dispatch
 
     def observe(schedule):
         references = engine.scheduler.block_tables.num_references
         held.append((references, engine.scheduler.pool.num_held))
-        return execute(schedule)
+        return dispatch(schedule)
 
-    monkeypatch.setattr(engine, "_execute", observe)
+    monkeypatch.setattr(engine, "_dispatch", observe)
     while engine.has_unfinished_requests():
         engine.step()
     # The prompt; then its 5 full blocks are held once, and one for each beam.
@@ -242,7 +242,7 @@ def test_a_failed_step_does_not_change_hypotheses(tiny, dense, monkeypatch):
             step += 1
             with monkeypatch.context() as patch:
                 if step == failing:
-                    patch.setattr(engine._runner, "execute", lambda batch: 1 // 0)
+                    patch.setattr(engine._runner, "dispatch", lambda *_: 1 // 0)
                     with pytest.raises(ZeroDivisionError):
                         engine.step()
                 else:
