@@ -126,6 +126,7 @@ class Engine:
         model_config: ModelConfig,
         config: EngineConfig | None = None,
         tokenizer: Any | None = None,
+        use_tqdm: bool = False,
     ) -> "Engine":
         """Make an engine for a Llama-architecture model.
 
@@ -136,6 +137,7 @@ class Engine:
             config: How to run it; None: the defaults.
             tokenizer: See `Engine`. One with `num_token_ids` also says which rows
                 of the vocabulary are padding.
+            use_tqdm: Show a progress bar while steps are compiled.
 
         Raises:
             ValueError: Parameters, configs or limits do not fit each other.
@@ -184,7 +186,7 @@ class Engine:
         )
         engine = cls(runner, builder, limits, config, tokenizer)
         if config.warmup == "eager":
-            runner.compile(builder.variants(config.multi_step))
+            runner.compile(builder.variants(config.multi_step), use_tqdm)
             runner.compile_moves(
                 swaps=config.swap_space > 0, poison=config.debug_blocks
             )

@@ -12,6 +12,7 @@ import tqdm
 
 from jaxkv.config import EngineConfig
 from jaxkv.engine.checkpoint import load_config, load_params, load_tokenizer
+from jaxkv.engine.compilation_cache import use_compilation_cache
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.outputs import RequestOutput
 from jaxkv.host.beam_search import BeamSearchParams
@@ -30,11 +31,20 @@ class LLM:
         tokenizer: The checkpoint's tokenizer; None if it has none.
     """
 
-    def __init__(self, checkpoint: str | os.PathLike[str], **engine_config: Any):
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str],
+        use_tqdm: bool = True,
+        **engine_config: Any,
+    ):
         """Restore a checkpoint and make an engine for it.
+
+        What is compiled is kept in the user's cache folder, if JAX was not told
+        otherwise: see `use_compilation_cache`.
 
         Args:
             checkpoint: A folder that `jaxkv convert` wrote.
+            use_tqdm: Show a progress bar while steps are compiled.
             **engine_config: Fields of `EngineConfig`.
 
         Raises:
@@ -42,11 +52,12 @@ class LLM:
             TypeError: A field does not exist.
         """
         config = EngineConfig(**engine_config)
+        use_compilation_cache()
         self.model_config = load_config(checkpoint)
         self.tokenizer = load_tokenizer(checkpoint)
         params = load_params(checkpoint, self.model_config, dtype=config.dtype)
         self.engine = Engine.from_params(
-            params, self.model_config, config, self.tokenizer
+            params, self.model_config, config, self.tokenizer, use_tqdm
         )
         self._calls = itertools.count()
         self._inboxes: dict[str, collections.deque[RequestOutput]] = {}

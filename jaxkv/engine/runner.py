@@ -6,6 +6,7 @@ nothing by accident: arguments of another shape or sharding are an error.
 
 import functools
 import operator
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tqdm
 
 from jaxkv.config import NULL_BLOCK, CacheConfig, ModelConfig
 from jaxkv.device.cache import (
@@ -127,10 +129,12 @@ class ModelRunner:
         self.num_compilations = 0
         self.compile_seconds = 0.0
 
-    def compile(self, variants: Iterable[tuple[Bucket, int]]) -> None:
+    def compile(
+        self, variants: Iterable[tuple[Bucket, int]], use_tqdm: bool = False
+    ) -> None:
         """Compile the steps of buckets, each with its number of steps in one.
 
-        Two at a time.
+        Several at a time: the compiler hardly uses a second core for one.
         """
 
         def compile_one(variant: tuple[Bucket, int]) -> Callable:
@@ -140,11 +144,17 @@ class ModelRunner:
 
         start = time.perf_counter()
         missing = [v for v in variants if v not in self._executables]
-        with ThreadPoolExecutor(max_workers=2) as threads:
+        # The largest first, so that none is left alone at the end.
+        missing.sort(key=lambda variant: -variant[0].tokens)
+        bar = tqdm.tqdm(
+            total=len(missing), desc="Compiling", delay=1.0, disable=not use_tqdm
+        )
+        with bar, ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
             executables = threads.map(compile_one, missing)
             for variant, executable in zip(missing, executables, strict=True):
                 self._executables[variant] = executable
                 self.num_compilations += 1
+                bar.update()
         self.compile_seconds += time.perf_counter() - start
 
     def compile_moves(self, *, swaps: bool, poison: bool) -> None:
