@@ -182,6 +182,24 @@ def test_min_tokens_and_stop_ids_are_sent_with_the_row():
     assert new_rows.params.prompt_lens.tolist() == [2, 1, 1]
 
 
+def test_a_decoding_step_sends_few_bytes_whatever_the_length():
+    for max_model_len in (100, 100_000):
+        big = BatchBuilder(
+            buckets=make_buckets(64, 64),
+            block_size=16,
+            num_blocks=10_000,
+            max_num_seqs=64,
+            max_model_len=max_model_len,
+            vocab_size=100,
+        )
+        rows = [row(str(i), [1] * 60, start=59, place=i) for i in range(64)]
+        tables = {str(i): [4 * i + j for j in range(1, 5)] for i in range(64)}
+        build(rows, tables, big)
+        new_rows, batch = build(rows, tables, big)
+        assert new_rows.rows == []
+        assert sum(array.nbytes for array in batch) == 13 * 256 + 4 + 2
+
+
 def test_history_is_sent_for_rows_with_penalties_only():
     rows = [row("a", [5, 6]), row("b", [8, 9], presence_penalty=1.0, place=3)]
     new_rows, _ = build(rows, {"a": [1], "b": [2]})
