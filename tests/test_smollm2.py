@@ -104,9 +104,17 @@ def check_tokens(tokens):
     print(f"{len(tokens)} requests, {len(ties)} ties: {ties}")
 
 
-def test_tokens_equal_transformers_for_all_requests_at_once(smollm2):
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_tokens_equal_transformers_for_all_requests_at_once(smollm2, async_scheduling):
     assert len(GOLDEN["cases"]) >= 24
-    check_tokens(token_ids(run_engine(smollm2.engine(), requests(GOLDEN["cases"]))))
+    engine = smollm2.engine(async_scheduling=async_scheduling)
+    check_tokens(token_ids(run_engine(engine, requests(GOLDEN["cases"]))))
+
+
+def test_several_steps_in_one_give_the_same_tokens(smollm2):
+    few_buckets = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    engine = smollm2.engine(multi_step=4, **few_buckets)
+    check_tokens(token_ids(run_engine(engine, requests(GOLDEN["cases"][::4]))))
 
 
 def test_requests_alone_give_the_same_tokens(smollm2):

@@ -29,6 +29,8 @@ class TinyModel:
     The runner's cache is not emptied between engines: what it holds must not matter.
     """
 
+    async_scheduling = True  # where nothing else is said
+
     def __init__(self, kv_cache_dtype="float32", head_dim=8, **cache_changes):
         self.params, self.config = tiny_llama(eos_token_ids=(7,), head_dim=head_dim)
         largest = dataclasses.replace(CONFIG, max_num_seqs=MAX_ROWS)
@@ -52,6 +54,7 @@ class TinyModel:
 
     def engine(self, tokenizer=None, eos_token_ids=None, **changes):
         """An engine; `changes` are fields of EngineConfig."""
+        changes = {"async_scheduling": self.async_scheduling} | changes
         config = dataclasses.replace(CONFIG, **changes)
         limits = self.limits(config, eos_token_ids)
         builder = make_builder(limits, config)
@@ -73,3 +76,11 @@ class TinyModel:
 @pytest.fixture(scope="session")
 def tiny():
     return TinyModel()
+
+
+@pytest.fixture(params=[True, False], ids=["async", "in-turns"])
+def each_mode(request, tiny, monkeypatch):
+    """Run a test twice; its engines schedule asynchronously, or in turns."""
+    monkeypatch.setattr(tiny, "async_scheduling", request.param)
+    config = dataclasses.replace(CONFIG, async_scheduling=request.param)
+    monkeypatch.setattr(request.module, "CONFIG", config)

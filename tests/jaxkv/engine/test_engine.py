@@ -9,6 +9,8 @@ from jaxkv.testing import scripted_engine
 from tests.helpers import dense_greedy, dense_logits, run_engine, token_ids
 from tests.jaxkv.engine.conftest import CONFIG, NUM_BLOCKS
 
+pytestmark = pytest.mark.usefixtures("each_mode")
+
 LENGTHS = (1, 3, 4, 5, 17, 33)
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 

@@ -17,6 +17,8 @@ from tests.helpers import cache_config, run_engine, token_ids
 from tests.jaxkv.engine.conftest import CONFIG
 from tests.low_bit import LOW_BIT, MIXED
 
+pytestmark = pytest.mark.usefixtures("each_mode")
+
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 WAYS = [
     pytest.param({"preemption": "recompute"}, id="recompute"),
