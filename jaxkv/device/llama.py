@@ -341,16 +341,26 @@ class Llama(nnx.Module):
         Returns:
             The hidden states after the last norm, ready for `logits`.
         """
+        x, cos, sin = self.embed(token_ids, positions)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, functools.partial(attend, index))
+        return self.norm(x)
+
+    def embed(
+        self, token_ids: Int32[Array, " tokens"], positions: Int32[Array, " tokens"]
+    ) -> tuple[
+        Float[Array, "tokens hidden"],
+        Float[Array, "tokens half_dim"],
+        Float[Array, "tokens half_dim"],
+    ]:
+        """Return what the layers take: x, and the cos and sin of the rotations."""
         angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(
             rope_frequencies(self.config)
         ).reshape(1, -1)
         # Without a barrier XLA fuses the trigonometry into every layer's rotation and
         # does it anew there, for each head.
         cos, sin = jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
-        x = self.embed_tokens.weight[...][token_ids]
-        for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, functools.partial(attend, index))
-        return self.norm(x)
+        return self.embed_tokens.weight[...][token_ids], cos, sin
 
     def logits(
         self, hidden: Float[Array, "samples hidden"]

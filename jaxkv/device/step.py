@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv.config import NULL_BLOCK, ModelConfig
 from jaxkv.device.attention import paged_attention
-from jaxkv.device.cache import KVCache, write_kv
-from jaxkv.device.llama import Llama, merge, param_shapes
+from jaxkv.device.cache import KVCache, LayerKV, write_kv
+from jaxkv.device.llama import DecoderLayer, Llama, merge, param_shapes
 from jaxkv.device.rows import (
     RowState,
     append_tokens,
@@ -259,22 +259,41 @@ def forward(
         Hidden states for `model.logits`, and the cache with this step's tokens.
     """
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        nonlocal cache
-        cache = write_kv(cache, layer, k, v, tokens.slot_mapping)
-        out = paged_attention(
-            q,
-            cache,
-            layer,
-            block_tables=tokens.block_tables,
-            kv_lens=tokens.kv_lens,
-            cu_q_lens=tokens.cu_q_lens,
-            implementation=attention_implementation,
-        )
-        assert isinstance(out, jax.Array)
-        return out
+    # Traced once for all layers that are alike; XLA inlines the calls.
+    @jax.jit
+    def run_layer(
+        layer: DecoderLayer,
+        kv: LayerKV,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        tokens: Tokens,
+    ) -> tuple[jax.Array, LayerKV]:
+        cache = KVCache(layers=(kv,))
 
-    return model(tokens.token_ids, tokens.positions, attend), cache
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            nonlocal cache
+            cache = write_kv(cache, 0, k, v, tokens.slot_mapping)
+            out = paged_attention(
+                q,
+                cache,
+                0,
+                block_tables=tokens.block_tables,
+                kv_lens=tokens.kv_lens,
+                cu_q_lens=tokens.cu_q_lens,
+                implementation=attention_implementation,
+            )
+            assert isinstance(out, jax.Array)
+            return out
+
+        return layer(x, cos, sin, attend), cache.layers[0]
+
+    x, cos, sin = model.embed(tokens.token_ids, tokens.positions)
+    layers = []
+    for layer, kv in zip(model.layers, cache.layers, strict=True):
+        x, kv = run_layer(layer, kv, x, cos, sin, tokens)
+        layers.append(kv)
+    return model.norm(x), KVCache(layers=tuple(layers))
 
 
 def _masked_logits(
