@@ -119,6 +119,24 @@ def _add_generate(commands: Any) -> None:
     engine.add_argument("--block-size", type=int, default=16, help="(%(default)s)")
     engine.add_argument("--max-model-len", type=int, help="longest request, in tokens")
     engine.add_argument("--max-num-seqs", type=int, default=64, help="(%(default)s)")
+    engine.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        help="most tokens of a step (%(default)s)",
+    )
+    engine.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="dispatch each step before the last one's tokens are known",
+    )
+    engine.add_argument(
+        "--multi-step",
+        type=int,
+        default=1,
+        help="decoding steps that run as one (%(default)s)",
+    )
     parser.add_argument(
         "--stats", action="store_true", help="say afterwards what the cache did"
     )
@@ -316,6 +334,9 @@ def _generate(arguments: argparse.Namespace) -> None:
         block_size=arguments.block_size,
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        async_scheduling=arguments.async_scheduling,
+        multi_step=arguments.multi_step,
         warmup="lazy",
     )
     prompts: list[Any] = list(texts)

@@ -115,11 +115,12 @@ class EngineStats:
         prefix_hits: Prompt tokens found there.
         prompt_tokens: Prompt tokens of finished prefills, once a request.
         generation_tokens: Generated tokens.
-        num_compilations: Step functions compiled.
+        num_compilations: Functions compiled: steps, and what moves blocks and rows.
         compile_seconds: Wall time that took; part of the step's time when lazy.
-        num_steps: Steps run.
+        num_steps: Steps run; several in one count each.
         step_seconds: Wall time inside `step`.
-        device_seconds: The part of it from dispatch until the results were back.
+        device_seconds: The part of it that went into dispatching and waiting for
+            results; with `async_scheduling` the device works in the rest of it too.
     """
 
     total_blocks: int
