@@ -103,6 +103,7 @@ def main(arguments: Sequence[str] | None = None, peers: Sequence[Peer] = PEERS) 
         0; or 1 if an engine failed, or ours did not run.
     """
     parser = _parser(peers)
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
     try:
         requests = read_requests(options.trace, options.name, options.limit)
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str] | None = None, peers: Sequence[Peer] = PEERS) 
             comparison.admit(peer)
     for turn in range(options.repeats):
         comparison.run_turn(turn)
-    report = comparison.report()
+    report = comparison.report(" ".join(["python -m benchmarks.compare", *arguments]))
     print(f"\n{compare_report.table(report)}")
     if options.output is not None:
         for line in compare_report.write(report, options.output):
@@ -409,15 +410,15 @@ class Comparison:
                     return self._tokens[name]
         return json.loads(path.read_text()) if path.is_file() else None
 
-    def report(self) -> compare_report.Report:
-        """Return what the table and the plot show."""
+    def report(self, command: str) -> compare_report.Report:
+        """Return what the table and the plot show of what was typed."""
         return compare_report.Report(
             records=self._records,
             skipped=self._skipped,
             failed=self._failed,
             machine=machine(),
             commit=commit(),
-            command=f"python -m benchmarks.compare {' '.join(sys.argv[1:])}",
+            command=command,
             ours=OURS,
         )
 

@@ -25,7 +25,7 @@ class Jaxkv:
         self._engine = jaxkv.LLM(
             job.checkpoint,
             dtype=job.dtype,
-            max_model_len=max(job.longest, 1024),
+            max_model_len=job.longest,
             enable_prefix_caching=job.prefix_caching,
             **self.settings,
         ).engine

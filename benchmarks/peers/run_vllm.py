@@ -25,7 +25,7 @@ class VLLM:
         self.settings: dict[str, Any] = {
             "max_num_seqs": job.max_num_seqs,
             "max_num_batched_tokens": job.max_num_batched_tokens or 2048,
-            "max_model_len": max(job.longest, 1024),
+            "max_model_len": job.longest,
             "enable_prefix_caching": job.prefix_caching,
         }
         if is_cpu_build():
