@@ -86,7 +86,7 @@ $(VENV)/lint.stamp: $(VENV)/test.stamp
 	touch $@
 
 # The compiler for GPUs, of jaxlib's own version. Not beside jax: without NVIDIA's
-# libraries jax would complain of it at every start. tests/gpu_target.py uses it.
+# libraries jax would complain of it at every start. benchmarks/gpu_target.py uses it.
 %/gpu-compile.stamp: %/test.stamp
 	rm -rf $*/gpu-compile $@
 	version=`$*/bin/python -c 'import jaxlib; print(jaxlib.__version__)'` && \

@@ -13,6 +13,7 @@ from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxkv.config import CacheConfig
@@ -105,11 +106,15 @@ def write_blocks(
     block_size = vector_shape(blocks)[2]
     block_ids = slot_mapping // block_size
     offsets = slot_mapping % block_size
-    return jax.tree.map(
-        lambda array, encoded: array.at[block_ids, :, offsets].set(encoded),
-        blocks,
-        encode(new, format_of(blocks)),
-    )
+
+    def write(array: jax.Array, encoded: jax.Array) -> jax.Array:
+        if len(encoded) > 1:
+            return array.at[block_ids, :, offsets].set(encoded)
+        # A scatter of one slot would become reads of what lies there, and two kernels.
+        start = (block_ids[0], 0, offsets[0], *[0] * (array.ndim - 3))
+        return lax.dynamic_update_slice(array, encoded[:, :, None], start)
+
+    return jax.tree.map(write, blocks, encode(new, format_of(blocks)))
 
 
 @no_type_check  # it checks its own arguments, in tests and elsewhere
@@ -123,7 +128,8 @@ def write_kv(
     """Store one layer's new keys and values.
 
     Values are the caller's to check before the step: inside jit nothing raises, a
-    slot past the pool is dropped and a negative one wraps around.
+    slot past the pool is dropped and a negative one wraps around, and the slot of a
+    step's only token is clamped.
 
     Args:
         cache: Not donated here; donate it in the jitted function that calls this.

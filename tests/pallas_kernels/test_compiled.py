@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import gpu_target
 from pallas_kernels import decode, operands, paged_attention, prefill
 from pallas_kernels.entry import MAX_DECODE_TOKENS
 from pallas_kernels.mosaic import TILE_KV, Stored
-from tests import gpu_target
 
 # What each case takes, by jax release. A change may lower it; one that raises it has to
 # say so there: `python -m tests.pallas_kernels.write_budget`.

@@ -15,15 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.config import CacheConfig, ModelConfig, RopeScaling
-from jaxkv.device.cache import KVCache, LayerKV, init_cache, write_kv
-from jaxkv.device.llama import param_shapes
-from jaxkv.device.step import make_step
+from benchmarks import gpu_target, llama_8b
+from benchmarks.hlo import PoolUse, pool_use
+from jaxkv.config import CacheConfig
+from jaxkv.device.cache import KVCache, LayerKV, write_kv
 from jaxkv.engine.batch import BatchBuilder, Bucket
 from jaxkv.engine.runner import ModelRunner
 from jaxkv.testing import tiny_llama
-from tests import gpu_target
-from tests.hlo import PoolUse, pool_use
 
 LAYERS = 2
 DECODE, PREFILL = Bucket(rows=4, tokens=4), Bucket(rows=4, tokens=64)
@@ -182,65 +180,7 @@ def test_ten_steps_do_the_same_with_x64_enabled():
 
 # --- for an H200, without one ----------------------------------------------------
 
-LLAMA_8B_LAYERS = 32
 BUDGET = json.loads((gpu_target.ROOT / "tests/pallas_kernels/budget.json").read_text())
-
-
-def llama_8b_cache_config(num_layers=LLAMA_8B_LAYERS, kv_cache_dtype="bfloat16"):
-    return CacheConfig(
-        num_layers=num_layers,
-        num_kv_heads=8,
-        head_dim=128,
-        num_blocks=8192,
-        kv_cache_dtype=kv_cache_dtype,
-    )
-
-
-def llama_8b_decode_step(implementation, **cache_changes):
-    """Compile Llama-3.1-8B's decode step of 64 rows for an H200, and describe it."""
-    cache_config = llama_8b_cache_config(**cache_changes)
-    config = ModelConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=cache_config.num_layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=131072,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling(rope_type="llama3", factor=8.0),
-        dtype="bfloat16",
-    )
-    bucket = Bucket(rows=64, tokens=64)
-    builder = BatchBuilder(
-        buckets=(bucket,),
-        block_size=cache_config.block_size,
-        num_blocks=cache_config.num_blocks,
-        max_model_len=8192,
-        vocab_size=config.vocab_size,
-    )
-    step = make_step(
-        config,
-        num_token_ids=config.vocab_size,
-        attention_implementation=implementation,
-    )
-    compiled = gpu_target.compile_for_h200(
-        step,
-        tuple(
-            jax.ShapeDtypeStruct(shape, config.dtype)
-            for shape in param_shapes(config).values()
-        ),
-        jax.eval_shape(lambda: init_cache(cache_config)),
-        builder.empty(bucket),
-        donate_argnums=(1,),
-    )
-    memory = compiled.memory_analysis()
-    return {
-        "text": compiled.as_text(),
-        "alias_bytes": memory.alias_size_in_bytes,
-        "temp_bytes": memory.temp_size_in_bytes,
-    }
 
 
 @pytest.mark.gpu_compile
@@ -248,19 +188,19 @@ def llama_8b_decode_step(implementation, **cache_changes):
 def test_an_h200_decodes_llama_8b_with_every_pool_in_place_and_none_copied(
     implementation,
 ):
-    step = gpu_target.call(llama_8b_decode_step, implementation=implementation)
-    config = llama_8b_cache_config()
+    step = gpu_target.call(llama_8b.decode_step, rows=64, implementation=implementation)
+    config = llama_8b.cache_config()
     use = pool_use(step["text"], elements_of_a_pool(config))
-    assert use == PoolUse(num_writes=2 * LLAMA_8B_LAYERS, made=[])
-    assert step["alias_bytes"] == config.total_bytes
+    assert use == PoolUse(num_writes=2 * config.num_layers, made=[])
+    assert step["alias_bytes"] == step["donated_bytes"] > config.total_bytes
     # The float32 [64, 128256] logits are 33 MB of them; the rest are tiles of those.
     assert step["temp_bytes"] < 64e6
+    num_kernels = step["text"].count('custom_call_target="mosaic_gpu')
+    assert num_kernels == (config.num_layers if implementation == "auto" else 0)
     if jax.__version__ not in BUDGET:
         pytest.skip(f"budget.json has no figures for jax {jax.__version__}")
     budget = BUDGET[jax.__version__]["llama-3.1-8b decode step, 64 rows"]
     assert step["temp_bytes"] <= budget["temporaries"]
-    num_kernels = step["text"].count('custom_call_target="mosaic_gpu')
-    assert num_kernels == (LLAMA_8B_LAYERS if implementation == "auto" else 0)
 
 
 @pytest.mark.gpu_compile
@@ -273,12 +213,12 @@ def test_an_h200_decodes_from_a_low_bit_cache_without_a_copy_of_it(
 ):
     changes = {"num_layers": 2, "kv_cache_dtype": kv_cache_dtype}
     step = gpu_target.call(
-        llama_8b_decode_step, implementation=implementation, **changes
+        llama_8b.decode_step, rows=64, implementation=implementation, **changes
     )
-    config = llama_8b_cache_config(**changes)
+    config = llama_8b.cache_config(**changes)
     made = pool_use(step["text"], elements_of_a_pool(config) // 2).made
     assert made == []
-    assert step["alias_bytes"] == config.total_bytes
+    assert step["alias_bytes"] == step["donated_bytes"] > config.total_bytes
     assert step["temp_bytes"] < 64e6
     num_kernels = step["text"].count('custom_call_target="mosaic_gpu')
     assert num_kernels == (2 if implementation == "auto" else 0)

@@ -82,7 +82,7 @@ def call(function: Callable, **arguments):
     }
     name = f"{function.__module__}:{function.__name__}"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu_target", name, json.dumps(arguments)],
+        [sys.executable, "-m", "benchmarks.gpu_target", name, json.dumps(arguments)],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -18,13 +18,19 @@ class Instruction(NamedTuple):
     opcode: str
     operands: list[str]
     calls: list[str]  # the computation a fusion holds
+    attributes: str  # what stands behind the operands
 
-    def num_elements(self):
+    def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(dtype, shape) of the arrays that it returns."""
+        found = re.findall(r"(\w+)\[([\d,]*)\]", self.result)
+        return [(x, tuple(map(int, filter(None, y.split(","))))) for x, y in found]
+
+    def num_elements(self) -> int:
         """Elements of the largest array that it returns."""
-        shapes = re.findall(r"\w+\[([\d,]*)\]", self.result)
-        sizes = (math.prod(map(int, filter(None, s.split(",")))) for s in shapes)
-        return max(sizes, default=0)
+        return max((math.prod(shape) for _, shape in self.arrays()), default=0)
 
+
+Computation = dict[str, Instruction]
 
 HEADER = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
@@ -43,9 +49,10 @@ PLUMBING = {
 IN_PLACE = {"scatter", "dynamic-update-slice"}
 
 
-def parse(text):
+def parse(text: str) -> dict[str, Computation]:
     """{computation: its instructions, by name} of an HLO module's text."""
-    computations, current = {}, {}
+    computations: dict[str, Computation] = {}
+    current: Computation = {}
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
         if header := HEADER.match(line):
             current = computations.setdefault(header[1], {})
@@ -54,18 +61,35 @@ def parse(text):
             written = re.sub(r"(\][^ ,]*?)\{[^}]*\}", r"\1", match[3])
             parts = OPCODE.match(written)
             assert parts, line
+            operands, _, attributes = parts[3].partition(")")
             current[match[2]] = Instruction(
                 name=match[2],
                 is_root=bool(match[1]),
                 result=parts[1],
                 opcode=parts[2],
-                operands=re.findall(r"%([\w.\-]+)", parts[3].split(")")[0]),
+                operands=re.findall(r"%([\w.\-]+)", operands),
                 calls=re.findall(r"calls=%([\w.\-]+)", parts[3]),
+                attributes=attributes,
             )
     return computations
 
 
-def is_in_place(instruction, computations):
+def behind_bitcasts(name: str, computation: Computation) -> Instruction:
+    """Return what an instruction is of, seen with another shape."""
+    while computation[name].opcode == "bitcast":
+        name = computation[name].operands[0]
+    return computation[name]
+
+
+def results(computation: Computation) -> list[Instruction]:
+    """Return what makes the arrays that a computation returns, behind bitcasts."""
+    root = next(x.name for x in computation.values() if x.is_root)
+    end = behind_bitcasts(root, computation)
+    names = end.operands if end.opcode == "tuple" else [end.name]
+    return [behind_bitcasts(name, computation) for name in names]
+
+
+def is_in_place(instruction: Instruction, computations: dict[str, Computation]) -> bool:
     """Whether an instruction writes into the array it is given.
 
     So do scatters and slice updates, and fusions that end in one whose target comes
@@ -76,18 +100,10 @@ def is_in_place(instruction, computations):
     if instruction.opcode != "fusion":
         return False
     inside = computations[instruction.calls[0]]
-
-    def behind_bitcasts(name):
-        while inside[name].opcode == "bitcast":
-            name = inside[name].operands[0]
-        return inside[name]
-
-    root = behind_bitcasts(next(x.name for x in inside.values() if x.is_root))
-    ends = map(behind_bitcasts, root.operands) if root.opcode == "tuple" else [root]
     return all(
         end.opcode in IN_PLACE
-        and behind_bitcasts(end.operands[0]).opcode == "parameter"
-        for end in ends
+        and behind_bitcasts(end.operands[0], inside).opcode == "parameter"
+        for end in results(inside)
     )
 
 
@@ -98,7 +114,7 @@ class PoolUse(NamedTuple):
     made: list[str]  # every other instruction that makes one; should be empty
 
 
-def pool_use(text, pool_elements):
+def pool_use(text: str, pool_elements: int) -> PoolUse:
     """Find what makes arrays of at least half a layer's pool, of any shape or dtype.
 
     Inside a fusion nothing is stored but the result, so only that counts.
