@@ -117,7 +117,7 @@ def kernels(
             elif x.opcode in PLUMBING | {"constant"} or x.opcode.endswith("-done"):
                 continue
             elif "mosaic_gpu" in x.attributes and x.opcode == "custom-call":
-                operands = [behind_bitcasts(y, computation) for y in x.operands]
+                operands = [computation[name] for name in x.operands]
                 yield attention(x, operands)
             else:
                 yield _kernel(x, computation, computations)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -105,7 +106,12 @@ def check_plugin(wanted: str, path: list[str]) -> None:
         )
 
 
-def compile_for_h200(function: Callable, *args, donate_argnums: tuple[int, ...] = ()):
+def compile_for_h200(
+    function: Callable,
+    *args,
+    donate_argnums: tuple[int, ...] = (),
+    compiler_options: dict[str, Any] | None = None,
+):
     """Compile a function for one H200; only in a process that `call` started.
 
     Args:
@@ -113,6 +119,7 @@ def compile_for_h200(function: Callable, *args, donate_argnums: tuple[int, ...] 
         *args: Pytrees of arrays or of `jax.ShapeDtypeStruct`; only their shapes and
             dtypes matter.
         donate_argnums: As for `jax.jit`.
+        compiler_options: Likewise.
 
     Returns:
         A `jax.stages.Compiled` that can be looked at and not run.
@@ -127,7 +134,8 @@ def compile_for_h200(function: Callable, *args, donate_argnums: tuple[int, ...] 
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = jax.jit(function, donate_argnums=donate_argnums).trace(*abstract)
-        return traced.lower(lowering_platforms=("cuda",)).compile()
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        return lowered.compile(compiler_options=compiler_options)
 
 
 if __name__ == "__main__":

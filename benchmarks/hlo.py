@@ -6,6 +6,7 @@ every copy it will make is spelled out.
 
 import math
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -115,7 +116,17 @@ class PoolUse(NamedTuple):
 
 
 def pool_use(text: str, pool_elements: int) -> PoolUse:
-    """Find what makes arrays of at least half a layer's pool, of any shape or dtype.
+    """Find what makes arrays of at least half a layer's pool, of any shape or dtype."""
+    return _use(text, lambda x: 2 * x.num_elements() >= pool_elements)
+
+
+def made_of_sizes(text: str, sizes: set[int]) -> list[str]:
+    """Find what makes arrays of so many elements, of any shape or dtype."""
+    return _use(text, lambda x: x.num_elements() in sizes).made
+
+
+def _use(text: str, is_wanted: Callable[[Instruction], bool]) -> PoolUse:
+    """Find what makes certain arrays.
 
     Inside a fusion nothing is stored but the result, so only that counts.
     """
@@ -125,7 +136,7 @@ def pool_use(text: str, pool_elements: int) -> PoolUse:
     num_writes, made = 0, []
     for computation, lines in computations.items():
         for x in lines.values() if computation not in fused else ():
-            if x.opcode in PLUMBING or 2 * x.num_elements() < pool_elements:
+            if x.opcode in PLUMBING or not is_wanted(x):
                 continue
             if is_in_place(x, computations):
                 num_writes += 1

@@ -140,18 +140,16 @@ def _in_tiles[Result](
         return function(logits, *others)
 
     def one_tile(index: jax.Array, result: Result) -> Result:
-        # The last tile may repeat rows, which is harmless.
+        # The last tile may repeat rows, which is harmless. Gathers and scatters, no
+        # slices: a GPU's host computes those' offsets, and would wait for every tile.
         start = jnp.minimum(index * tile, rows - tile)
+        lines = start + jnp.arange(tile, dtype=jnp.int32)
 
         def part_of(whole: jax.Array) -> jax.Array:
-            if whole.ndim == 0:
-                return whole
-            return lax.dynamic_slice_in_dim(whole, start, tile)
+            return whole if whole.ndim == 0 else whole[lines]
 
         return jax.tree.map(
-            lambda whole, part: lax.dynamic_update_slice_in_dim(
-                whole, part, start, axis=0
-            ),
+            lambda whole, part: whole.at[lines].set(part),
             result,
             function(*jax.tree.map(part_of, (logits, *others))),
         )

@@ -27,6 +27,17 @@ from jaxkv.device.rows import (
 )
 from jaxkv.device.sampling import Logprobs, empty_logprobs, sample, token_logprobs
 
+GPU_COMPILER_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+}
+"""Compile steps for GPUs with these: XLA's defaults, and loops.
+
+So all of a step is one CUDA graph. By default a branch that holds a loop is not in it:
+the host waits until the device gets there, reads which branch it is, and starts that. A
+step has three such, all behind its layers, so a dispatch would take as long as a step.
+"""
+
 _PROMPT_LOGPROBS_TILE = 16
 
 

@@ -215,6 +215,23 @@ def test_the_pool_keeps_its_dtype_whatever_is_written(cache_dtype, new_dtype):
     np.testing.assert_array_equal(cache.layers[0].k[3, :, 1], k[0].astype(cache_dtype))
 
 
+@pytest.mark.parametrize(
+    "cache_dtype", ["float32", "int8", "fp8_e4m3", "int4", "int4_asymmetric"]
+)
+def test_a_steps_only_token_is_written_like_one_of_several(cache_dtype):
+    config = cache_config(kv_cache_dtype=cache_dtype, head_dim=32)
+    k, v = new_tokens(2, config)
+    # The second of several is padding.
+    several = write_kv(init_cache(config), 1, k, v, jnp.asarray([22, 0], jnp.int32))
+    alone = write_kv(init_cache(config), 1, k[:1], v[:1], jnp.asarray([22], jnp.int32))
+    pairs = zip(jax.tree.leaves(alone), jax.tree.leaves(several), strict=True)
+    changed = 0
+    for ours, theirs in pairs:
+        np.testing.assert_array_equal(ours[1:], theirs[1:])
+        changed += bool(np.any(np.asarray(ours, np.float32)))
+    assert changed >= 2
+
+
 def test_arguments_that_do_not_fit_the_cache_are_named():
     config = cache_config()
     cache = init_cache(config)

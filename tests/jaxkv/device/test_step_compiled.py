@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_target, llama_8b
-from benchmarks.hlo import PoolUse, pool_use
+from benchmarks.hlo import PoolUse, made_of_sizes, pool_use
 from jaxkv.config import CacheConfig
 from jaxkv.device.cache import KVCache, LayerKV, write_kv
 from jaxkv.engine.batch import BatchBuilder, Bucket
@@ -222,6 +222,76 @@ def test_an_h200_decodes_from_a_low_bit_cache_without_a_copy_of_it(
     assert step["temp_bytes"] < 64e6
     num_kernels = step["text"].count('custom_call_target="mosaic_gpu')
     assert num_kernels == (2 if implementation == "auto" else 0)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("rows", [1, 256])
+def test_an_h200_makes_no_other_array_of_a_weight_and_writes_k_and_v_once(rows):
+    step = gpu_target.call(llama_8b.decode_step, rows=rows, num_layers=2)
+    assert made_of_sizes(step["text"], llama_8b.weight_sizes(2)) == []
+    use = pool_use(step["text"], elements_of_a_pool(llama_8b.cache_config()))
+    assert use == PoolUse(num_writes=2 * 2, made=[])
+    # One CUDA graph: the host launches it and waits for nothing.
+    assert step["launches"] == ["kCommandBuffer"]
+
+
+def with_other_weights(change):
+    """A step that first makes other arrays of its two-dimensional weights."""
+
+    def make(step):
+        def changed(params, *others):
+            params = tuple(change(x) if x.ndim == 2 else x for x in params)
+            return step(params, *others)
+
+        return changed
+
+    return make
+
+
+def behind_a_barrier(change, undo):
+    return lambda x: undo(jax.lax.optimization_barrier(change(x)))
+
+
+def writes_twice(step):
+    def changed(params, cache, rows, batch):
+        output, cache, rows = step(params, cache, rows, batch)
+        new = jnp.ones((batch.slot_mapping.size, 8, 128), jnp.bfloat16)
+        layers = write_kv(cache, 0, new, new, batch.slot_mapping).layers
+        return output, KVCache(layers=layers), rows
+
+    return changed
+
+
+FAULTY_STEPS = {
+    "weights in float32": with_other_weights(
+        behind_a_barrier(lambda x: x.astype("float32"), lambda x: x.astype("bfloat16"))
+    ),
+    "weights transposed": with_other_weights(
+        lambda x: behind_a_barrier(
+            lambda x: x.T.ravel(), lambda y: y.reshape(x.shape[::-1]).T
+        )(x)
+    ),
+    "weights copied": with_other_weights(
+        behind_a_barrier(lambda x: x[::-1], lambda x: x[::-1])
+    ),
+    "k and v written twice": writes_twice,
+}
+
+
+def faulty_step(fault):
+    return llama_8b.decode_step(rows=4, num_layers=1, change=FAULTY_STEPS[fault])
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("fault", FAULTY_STEPS)
+def test_a_step_for_an_h200_with_a_fault_is_seen(fault):
+    text = gpu_target.call(faulty_step, fault=fault)["text"]
+    if fault.startswith("weights"):
+        # A layer has seven; the embedding and the head may be made in parts.
+        assert len(made_of_sizes(text, llama_8b.weight_sizes(1))) >= 7
+    else:
+        elements = elements_of_a_pool(llama_8b.cache_config())
+        assert pool_use(text, elements).num_writes == 4
 
 
 @pytest.mark.parametrize("found", [None, "0.11.1"])
