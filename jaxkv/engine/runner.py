@@ -29,7 +29,7 @@ from jaxkv.device.cache import (
 from jaxkv.device.llama import Params, check_params, param_shapes
 from jaxkv.device.rows import init_rows, set_history, set_rows
 from jaxkv.device.sampling import PRNG_IMPL
-from jaxkv.device.step import Batch, StepOutput, make_step
+from jaxkv.device.step import GPU_COMPILER_OPTIONS, Batch, StepOutput, make_step
 from jaxkv.engine.batch import BatchBuilder, Bucket, NewRows
 
 _COPIES = 8  # blocks a call
@@ -100,6 +100,8 @@ class ModelRunner:
         array = jax.tree.leaves(self._cache)[0]
         self._device_memory = array.sharding
         self._host_memory = _memory(array, "pinned_host")
+        (platform,) = {device.platform for device in array.devices()}
+        self._compiler_options = GPU_COMPILER_OPTIONS if platform == "gpu" else None
         self._builder = builder
         self._rows = init_rows(
             builder.max_num_seqs,
@@ -140,7 +142,8 @@ class ModelRunner:
         def compile_one(variant: tuple[Bucket, int]) -> Callable:
             step = jax.jit(self._make_step(num_steps=variant[1]), donate_argnums=(1, 2))
             batch = self._builder.empty(*variant)
-            return step.lower(self._params, self._cache, self._rows, batch).compile()
+            lowered = step.lower(self._params, self._cache, self._rows, batch)
+            return lowered.compile(self._compiler_options)
 
         start = time.perf_counter()
         missing = [v for v in variants if v not in self._executables]
