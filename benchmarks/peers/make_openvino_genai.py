@@ -5,15 +5,16 @@ What it computes in is chosen when it is loaded.
 
 import subprocess
 import sys
-from pathlib import Path
 
 
 def main() -> None:
     """Export with the command of optimum-intel."""
     model, folder = sys.argv[1:]
-    command = [str(Path(sys.executable).parent / "optimum-cli"), "export", "openvino"]
+    command = [sys.executable, "-m", "optimum.commands.optimum_cli"]
     options = ["--task", "text-generation-with-past", "--weight-format", "fp32"]
-    subprocess.run([*command, "--model", model, *options, folder], check=True)
+    subprocess.run(
+        [*command, "export", "openvino", "--model", model, *options, folder], check=True
+    )
 
 
 if __name__ == "__main__":
