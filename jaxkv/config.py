@@ -426,10 +426,11 @@ class EngineConfig:
         async_scheduling: Schedule and dispatch each step before the last one's tokens
             are known to the host, which then works while the device does. `step`
             reports one step late, and a request that turns out to have ended costs at
-            most one token computed in vain.
+            most one row of one step in vain.
         multi_step: Decoding steps that run as one when everybody decodes. The host has
-            less to do; requests are admitted and reported less often, and a stop string
-            costs up to so many tokens computed in vain.
+            less to do; requests are admitted and reported less often, and what only
+            the host sees to end, by a stop string or an abort, costs up to so many
+            tokens computed in vain, and as many in a step under way.
         warmup: `eager` compiles every bucket in the constructor, `lazy` on first use.
         debug_blocks: Find faults in the handling of blocks, for several times the
             host's work: check before every step that each slot that attention is going

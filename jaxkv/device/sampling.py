@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+from jaxkv.device.top_k import largest
+
 MAX_LOGPROBS = 20
 """Most alternatives returned beside a token."""
 
@@ -198,7 +200,7 @@ def token_logprobs(
 ) -> Logprobs:
     """Return log-softmax of `logits` at `tokens` and at the likeliest tokens."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    top, top_ids = lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
+    top, top_ids = largest(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
     missing = MAX_LOGPROBS - top.shape[1]  # a toy vocabulary
     return Logprobs(
         chosen=jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0],

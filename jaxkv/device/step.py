@@ -45,7 +45,7 @@ class Tokens(NamedTuple):
     """What the decoder runs over: the tokens of its lines one after another.
 
     Padding tokens have id 0, position 0 and a slot in `NULL_BLOCK`; padding lines have
-    no queries and kv_len 0.
+    kv_len 0, and no queries, or one that attends to nothing.
 
     Attributes:
         positions: Each token's position in its request, for RoPE; apart from where
@@ -89,7 +89,7 @@ class Batch(NamedTuple):
     pending_places: Int32[Array, " lines"]
     positions: Int32[Array, " tokens"]
     slot_mapping: Int32[Array, " tokens"]
-    new_blocks: Int32[Array, "3 tokens"]
+    new_blocks: Int32[Array, "3 blocks"]
     kv_lens: Int32[Array, " lines"]
     cu_q_lens: Int32[Array, " lines+1"]
     sample_indices: Int32[Array, " lines"]
@@ -163,31 +163,42 @@ def make_step(
             token_ids, logprobs = jax.tree.map(lambda array: array[None], chosen)
             return StepOutput(token_ids, logprobs, prompt_logprobs), cache, rows
 
-        def go_on(index: jax.Array, carry: tuple) -> tuple:
-            cache, rows, chosen, is_running = carry
+        def goes_on(
+            index: jax.Array, last: jax.Array, is_running: jax.Array
+        ) -> jax.Array:
+            """Whether lines run in a step, by the last tokens before it."""
+            num_before = batch.kv_lens + index - 1
+            has_ended = has_stopped(rows, batch.rows, num_before, last)
+            return is_running & ~has_ended & (batch.num_samples > index)
+
+        def go_on(carry: tuple) -> tuple:
+            index, cache, rows, chosen, is_running = carry
             last = chosen[0][index - 1]
-            is_running &= ~has_stopped(
-                rows, batch.rows, batch.kv_lens + index - 1, last
-            )
-            is_running &= batch.num_samples > index
             kv_lens = jnp.where(is_running, batch.kv_lens + index, 0)
             tokens = _next_tokens(batch, rows, cache.block_size, last, kv_lens)
             hidden, cache = forward(model, cache, tokens, attention_implementation)
             new, rows = choose(hidden, rows, kv_lens, is_running)
             chosen = jax.tree.map(lambda all, x: all.at[index].set(x), chosen, new)
-            return cache, rows, chosen, is_running
+            is_running = goes_on(index + 1, new[0], is_running)
+            return index + 1, cache, rows, chosen, is_running
 
+        # A line may have ended before: by a token that the host had not seen yet.
+        is_pending = batch.pending_places < len(batch.token_ids)
+        is_running = ~is_pending | goes_on(
+            jnp.int32(0), tokens.token_ids, batch.num_samples > 0
+        )
+        first = jnp.int32(1)
+        is_running = goes_on(first, chosen[0], is_running)
         chosen = jax.tree.map(
             lambda first: (
                 jnp.zeros((num_steps, *first.shape), first.dtype).at[0].set(first)
             ),
             chosen,
         )
-        cache, rows, (token_ids, logprobs), _ = lax.fori_loop(
-            jnp.int32(1),
-            jnp.int32(num_steps),
+        _, cache, rows, (token_ids, logprobs), _ = lax.while_loop(
+            lambda carry: (carry[0] < num_steps) & jnp.any(carry[-1]),
             go_on,
-            (cache, rows, chosen, batch.num_samples > 1),
+            (first, cache, rows, chosen, is_running),
         )
         return StepOutput(token_ids, logprobs, prompt_logprobs), cache, rows
 

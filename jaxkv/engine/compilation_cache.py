@@ -16,7 +16,8 @@ def use_compilation_cache() -> Path | None:
     """Let JAX keep what it compiles in the user's cache folder.
 
     A choice of the user's stays: a folder named by `JAX_COMPILATION_CACHE_DIR` or in
-    `jax.config`, or no cache at all with `JAX_ENABLE_COMPILATION_CACHE=false`.
+    `jax.config`, no cache at all with `JAX_ENABLE_COMPILATION_CACHE=false`, a largest
+    size, and what must take how long to be kept.
 
     `LLM` and the command line call this, before anything is compiled; importing jaxkv
     changes nothing of JAX.
@@ -31,8 +32,10 @@ def use_compilation_cache() -> Path | None:
         caches = platformdirs.user_cache_dir("jaxkv")
         folder = str(Path(caches, "compiled", _machine()))
         jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_compilation_cache_max_size", _MAX_BYTES)
-    if _LEAST_SECONDS.upper() not in os.environ:
+        if jax.config.jax_compilation_cache_max_size == -1:
+            jax.config.update("jax_compilation_cache_max_size", _MAX_BYTES)
+    is_default = jax.config.jax_persistent_cache_min_compile_time_secs == 1.0
+    if is_default and _LEAST_SECONDS.upper() not in os.environ:
         # Small ones too: what moves blocks takes a tenth of a second each.
         jax.config.update(_LEAST_SECONDS, 0.0)
     return Path(folder)

@@ -304,7 +304,7 @@ class Engine:
         if schedule.rows:
             self._dispatch(schedule)
         may_lag = self.config.async_scheduling and bool(schedule.rows)
-        while len(self._under_way) > may_lag:
+        while len(self._under_way) > (may_lag and bool(self._records)):
             self._finish_first()
         outputs = self._report()
         self._step_seconds += time.perf_counter() - start
@@ -414,7 +414,7 @@ class Engine:
         )
 
     def _dispatch(self, schedule: Schedule) -> None:
-        """Start what was scheduled; a failed step leaves the schedule undone."""
+        """Start what was scheduled; a failed step leaves what is under way undone."""
         self._peak_held_blocks = max(
             self._peak_held_blocks, self.scheduler.pool.num_held
         )
@@ -429,7 +429,10 @@ class Engine:
             self._move_blocks(schedule)
             dispatched = self._runner.dispatch(batch, schedule.num_steps)
         except BaseException:
+            # It may have run all the same; then what the device knows of the rows is
+            # no more what the steps before it left.
             self._discard(schedule)
+            self._discard_under_way()
             raise
         self._device_seconds += time.perf_counter() - start
         self._num_steps += schedule.num_steps
@@ -447,14 +450,18 @@ class Engine:
         try:
             output = self._runner.collect(dispatched)
         except BaseException:
-            while self._under_way:
-                self._discard(self._under_way.pop().schedule)
+            self._discard_under_way()
             raise
         self._device_seconds += time.perf_counter() - start
         self._under_way.popleft()
         self._unreported += self._commit(schedule, output)
         if self._debugger is not None:
             self._debugger.finish()
+
+    def _discard_under_way(self) -> None:
+        """Forget all steps under way, the last one first."""
+        while self._under_way:
+            self._discard(self._under_way.pop().schedule)
 
     def _discard(self, schedule: Schedule) -> None:
         """Forget a step that failed, with what it may have told the device."""

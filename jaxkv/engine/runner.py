@@ -139,11 +139,10 @@ class ModelRunner:
         Several at a time: the compiler hardly uses a second core for one.
         """
 
-        def compile_one(variant: tuple[Bucket, int]) -> Callable:
+        def lower(variant: tuple[Bucket, int]) -> jax.stages.Lowered:
             step = jax.jit(self._make_step(num_steps=variant[1]), donate_argnums=(1, 2))
             batch = self._builder.empty(*variant)
-            lowered = step.lower(self._params, self._cache, self._rows, batch)
-            return lowered.compile(self._compiler_options)
+            return step.lower(self._params, self._cache, self._rows, batch)
 
         start = time.perf_counter()
         missing = [v for v in variants if v not in self._executables]
@@ -153,11 +152,16 @@ class ModelRunner:
             total=len(missing), desc="Compiling", delay=1.0, disable=not use_tqdm
         )
         with bar, ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
-            executables = threads.map(compile_one, missing)
-            for variant, executable in zip(missing, executables, strict=True):
-                self._executables[variant] = executable
+            futures = []
+            for variant in missing:
+                # In this thread, since JAX's contexts belong to it.
+                lowered = lower(variant)
+                future = threads.submit(lowered.compile, self._compiler_options)
+                future.add_done_callback(lambda _: bar.update())
+                futures.append(future)
+            for variant, future in zip(missing, futures, strict=True):
+                self._executables[variant] = future.result()
                 self.num_compilations += 1
-                bar.update()
         self.compile_seconds += time.perf_counter() - start
 
     def compile_moves(self, *, swaps: bool, poison: bool) -> None:

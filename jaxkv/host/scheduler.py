@@ -262,13 +262,27 @@ class Scheduler:
 
     def _plan_more_steps(self, plan: Plan) -> None:
         """Let all that decode go on within the step, as far as there are blocks."""
-        for request in plan.num_tokens:
-            room = request.max_total_tokens - 1 - request.num_scheduled_tokens
-            num_more = min(self.multi_step - 1, room)
-            target = request.num_scheduled_tokens + num_more
-            if self.block_tables.grow(request.request_id, target):
-                plan.num_tokens[request] += num_more
-                request.num_scheduled_tokens = target
+        for num_more in range(self.multi_step - 1, 0, -1):
+            targets = {
+                request: min(
+                    request.num_scheduled_tokens + num_more,
+                    request.max_total_tokens - 1,
+                )
+                for request in plan.num_tokens
+            }
+            needed = sum(
+                self.block_tables.blocks_needed(request.request_id, target)
+                for request, target in targets.items()
+            )
+            if needed <= self.pool.num_available:
+                break
+        else:
+            return
+        for request, target in targets.items():
+            grown = self.block_tables.grow(request.request_id, target)
+            assert grown, f"{needed} blocks were there for all, but not for {request!r}"
+            plan.num_tokens[request] += target - request.num_scheduled_tokens
+            request.num_scheduled_tokens = target
         if any(num_tokens > 1 for num_tokens in plan.num_tokens.values()):
             plan.num_steps = self.multi_step
 

@@ -164,7 +164,24 @@ def test_several_steps_in_one_say_the_same_in_fewer_dispatches():
     assert found[1][1] == 4  # the prompts, then 11 tokens
 
 
-def test_where_blocks_are_short_rows_take_part_in_as_many_steps_as_they_have_room_for():
+def test_where_blocks_are_short_all_rows_take_part_in_as_many_steps():
+    engine = make_engine(multi_step=8, num_blocks=7, block_size=2)
+    batches = []
+    dispatch = engine._runner.dispatch
+    engine._runner.dispatch = lambda batch, num_steps: (
+        batches.append(batch),
+        dispatch(batch, num_steps),
+    )[1]
+    params = dataclasses.replace(GREEDY, max_tokens=5)
+    requests = {"a": ([10] * 3, params), "b": ([20] * 3, params)}
+    outputs = run_engine(engine, requests)
+    assert [tokens_of(output) for output in outputs.values()] == [[[3, 4, 5, 6, 7]]] * 2
+    # Six blocks; four are taken by the prompts and tokens 3, two more hold 4 and 5.
+    assert batches[1].num_samples[:2].tolist() == [3, 3]
+    check_drained(engine)
+
+
+def test_several_steps_in_one_go_on_when_blocks_are_short():
     engine = make_engine(multi_step=8, num_blocks=4, block_size=4)
     params = dataclasses.replace(GREEDY, max_tokens=9)
     outputs = run_engine(engine, {"r": ([10] * 3, params)})
@@ -232,7 +249,9 @@ def test_beams_take_as_many_steps_as_in_turns():
 @pytest.mark.parametrize("method", ["dispatch", "collect", "set_rows"])
 @pytest.mark.parametrize("call", range(4))
 @pytest.mark.parametrize("multi_step", [1, 3])
-def test_steps_behind_one_that_failed_are_done_again(method, call, multi_step):
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_steps_beside_one_that_failed_are_done_again(method, call, multi_step, after):
+    """Whether it failed before or after it had done its work."""
     engine = make_engine(multi_step=multi_step)
     prompts = {"a": [10, 11, 12], "b": [20, 21, 22, 23]}
     for request_id, prompt in prompts.items():
@@ -241,9 +260,11 @@ def test_steps_behind_one_that_failed_are_done_again(method, call, multi_step):
     calls = iter(range(call + 1))
 
     def fails(*arguments):
-        if next(calls, None) == call:
+        is_this = next(calls, None) == call
+        result = None if is_this and not after else works(*arguments)
+        if is_this:
             raise RuntimeError("the device is ill")
-        return works(*arguments)
+        return result
 
     setattr(engine._runner, method, fails)
     outputs, num_failures = {}, 0
