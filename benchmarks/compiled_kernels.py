@@ -92,8 +92,8 @@ def kernels(
 ) -> list[Kernel]:
     """List a module's kernels in the order in which they run.
 
-    Of several branches those of the cheapest are listed, and of a loop its body once:
-    the step's branches are for what most steps do not do, and so are its loops.
+    Of several branches the one of fewest kernels is listed, and of a loop its body
+    once: a step's branches are for what most steps do not do, and so are its loops.
 
     Args:
         text: `Compiled.as_text()`.
@@ -108,7 +108,7 @@ def kernels(
         for x in computation.values():
             if x.opcode == "conditional":
                 branches = [list(run(computations[name])) for name in _branches(x)]
-                yield from min(branches, key=lambda b: sum(k.moved for k in b))
+                yield from min(branches, key=len)
             elif x.opcode == "while":
                 yield from run(computations[_named("body", x)[0]])
             elif x.opcode in ("call", "async-start"):

@@ -87,7 +87,7 @@ def listed(text=MODULE):
     return kernels(text, lambda x, ops: gpu_step.attention_kernel(4, 40, x, ops))
 
 
-def test_kernels_come_in_order_and_of_branches_the_cheapest():
+def test_kernels_come_in_order_and_of_branches_that_of_fewest():
     kinds = [kernel.kind for kernel in listed()]
     assert kinds == ["fusion", PRODUCT, "fusion", ATTENTION, "fusion", "copy"]
 
