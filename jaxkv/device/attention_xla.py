@@ -16,7 +16,6 @@ come out right there too, but slowly; the host sends those to other shapes.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -54,6 +53,25 @@ class _Pool(NamedTuple):
     @property
     def tile_kv(self) -> int:
         return self.blocks_per_tile * vector_shape(self.k)[2]
+
+
+class _Tiles(NamedTuple):
+    """A tile of keys for each member of a group; keys count from the tile's first."""
+
+    ids: jax.Array  # [members, blocks_per_tile], the tile's blocks
+    first: jax.Array  # [members, queries], the first key that a query sees
+    last: jax.Array  # [members, queries], and the last
+    end: jax.Array  # [members], from where on nothing was written
+    is_whole: jax.Array  # [], whether all slots of all tiles were written
+
+
+class _SingleTiles(NamedTuple):
+    """The tiles of all single queries, as one list."""
+
+    single: jax.Array  # [items]
+    ids: jax.Array  # [items, blocks_per_tile]
+    first: jax.Array  # [items]
+    end: jax.Array  # [items]; 0 where the list has ended
 
 
 class _Softmax(NamedTuple):
@@ -185,25 +203,22 @@ def _single_queries(
     """
     singles = kv_ends.shape[0]
     group = min(_GROUP, 4 * singles)
-    grouped = _group_heads(q[:, None], pool, options)
-    first_tile = _first_tile(kv_ends - 1, pool, options)
-    num_tiles = jnp.maximum((kv_ends + pool.tile_kv - 1) // pool.tile_kv, first_tile)
-    num_tiles -= first_tile
-    # The list of tiles: single 0's, then single 1's, ...; ends are exclusive.
-    ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
-    starts = ends - num_tiles
+    tiles, num_whole, num_tiles = _list_tiles(kv_ends, rows, group, pool, options)
+    grouped = _group_heads(q[:, None], pool)
 
     def one_group(index: jax.Array, softmax: _Softmax) -> _Softmax:
-        item = index * group + jnp.arange(group, dtype=jnp.int32)
-        single = jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
-        is_item = single < singles
-        single = jnp.minimum(single, singles - 1)
+        single, ids, first, end = (
+            lax.dynamic_slice_in_dim(array, index * group, group) for array in tiles
+        )
         part = _attend_tiles(
             grouped[single],
-            jnp.repeat((kv_ends[single] - 1)[:, None], grouped.shape[2], axis=1),
-            jnp.where(is_item, kv_ends[single], 0),
-            rows[single],
-            jnp.where(is_item, first_tile[single] + item - starts[single], 0),
+            _Tiles(
+                ids=ids,
+                first=first[:, None],
+                last=end[:, None] - 1,
+                end=end,
+                is_whole=(index + 1) * group <= num_whole,
+            ),
             pool,
             options,
         )
@@ -219,12 +234,56 @@ def _single_queries(
         )
         return _Softmax(top=top, total=total, acc=acc)
 
-    num_groups = (ends[-1] + group - 1) // group
+    num_groups = (num_tiles + group - 1) // group
     softmax = lax.fori_loop(
         jnp.int32(0), num_groups, one_group, _empty_softmax(grouped)
     )
     out, lse = _finish(softmax, q.shape[1])
     return out[:, 0], lse[:, 0]
+
+
+def _list_tiles(
+    kv_ends: Int32[Array, " singles"],
+    rows: Int32[Array, " singles"],
+    group: int,
+    pool: _Pool,
+    options: _Options,
+) -> tuple[_SingleTiles, Int32[Array, ""], Int32[Array, ""]]:
+    """List the tiles of single queries: whole ones first, then the rows' last ones.
+
+    Nothing in here depends on the layer, so that XLA does it once a step.
+
+    Returns:
+        The list, padded to a multiple of `group`; how many tiles are whole; and how
+        many there are.
+    """
+    singles = kv_ends.shape[0]
+    first_tile = _first_tile(kv_ends - 1, pool, options)
+    last_tile = kv_ends // pool.tile_kv
+    has_rest = kv_ends % pool.tile_kv > 0
+    counts = jnp.concatenate([last_tile - first_tile, has_rest.astype(jnp.int32)])
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    length = singles * (pool.tables.shape[1] // pool.blocks_per_tile)
+    item = jnp.arange(length + -length % group, dtype=jnp.int32)
+    run = jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
+    run = jnp.minimum(run, 2 * singles - 1)
+    single = run % singles
+    tile = jnp.where(
+        run < singles,
+        first_tile[single] + item - (ends - counts)[run],
+        last_tile[single],
+    )
+    is_item = item < ends[-1]
+    tile = jnp.where(is_item, tile, 0)
+    start = tile * pool.tile_kv
+    window = 0 if options.window is None else options.window
+    tiles = _SingleTiles(
+        single=single,
+        ids=_block_ids(pool, rows[single], tile),
+        first=jnp.where(window > 0, kv_ends[single] - window - start, 0),
+        end=jnp.where(is_item, kv_ends[single] - start, 0),
+    )
+    return tiles, ends[singles - 1], ends[-1]
 
 
 def _query_tiles(
@@ -300,13 +359,22 @@ def _attend_row(
 ]:
     """Attend from queries of one row to its keys [0, kv_end)."""
     q_heads = q.shape[2]
-    grouped = _group_heads(q, pool, options)
-    positions = jnp.repeat(positions, q_heads // pool.kv_heads, axis=1)
+    grouped = _group_heads(q, pool)
+    last = jnp.repeat(positions, q_heads // pool.kv_heads, axis=1)
+    first = jnp.zeros_like(last)
+    if options.window is not None:
+        first = last - options.window + 1
 
     def one_tile(index: jax.Array, softmax: _Softmax) -> _Softmax:
-        part = _attend_tiles(
-            grouped, positions, kv_end[None], row[None], index[None], pool, options
+        start = index * pool.tile_kv
+        tiles = _Tiles(
+            ids=_block_ids(pool, row[None], index[None]),
+            first=first - start,
+            last=last - start,
+            end=(kv_end - start)[None],
+            is_whole=start + pool.tile_kv <= kv_end,
         )
+        part = _attend_tiles(grouped, tiles, pool, options)
         top = jnp.maximum(softmax.top, part.top)
         decay, weight = jnp.exp(softmax.top - top), jnp.exp(part.top - top)
         return _Softmax(
@@ -334,13 +402,12 @@ def _first_tile(
 
 
 def _group_heads(
-    q: Float[Array, "members queries q_heads head_dim"], pool: _Pool, options: _Options
+    q: Float[Array, "members queries q_heads head_dim"], pool: _Pool
 ) -> Float[Array, "members kv_heads group_queries head_dim"]:
-    """Scale queries and put those that share a KV head side by side."""
+    """Put queries that share a KV head side by side."""
     members, queries, q_heads, head_dim = q.shape
     kv_heads = pool.kv_heads
-    grouped = q.astype(jnp.float32) * options.scale
-    grouped = grouped.reshape(members, queries, kv_heads, q_heads // kv_heads, head_dim)
+    grouped = q.reshape(members, queries, kv_heads, q_heads // kv_heads, head_dim)
     return grouped.swapaxes(1, 2).reshape(members, kv_heads, -1, head_dim)
 
 
@@ -373,55 +440,92 @@ def _finish(softmax: _Softmax, q_heads: int) -> tuple[jax.Array, jax.Array]:
 
 def _attend_tiles(
     q: Float[Array, "members kv_heads queries head_dim"],
-    positions: Int32[Array, "members queries"],
-    kv_ends: Int32[Array, " members"],
-    rows: Int32[Array, " members"],
-    tiles: Int32[Array, " members"],
+    tiles: _Tiles,
     pool: _Pool,
     options: _Options,
 ) -> _Softmax:
-    """Attend from each member's queries to one tile of its row's keys."""
-    place = jnp.arange(pool.blocks_per_tile, dtype=jnp.int32)[None, :]
-    blocks = tiles[:, None] * pool.blocks_per_tile + place
-    ids = pool.tables[rows[:, None], blocks]
-    key = jnp.arange(pool.tile_kv, dtype=jnp.int32)[None, :]
-    key = tiles[:, None] * pool.tile_kv + key
-    is_written = key < kv_ends[:, None]
-    visible = is_written[:, None] & (key[:, None] <= positions[:, :, None])
-    if options.window is not None:
-        visible &= key[:, None] > positions[:, :, None] - options.window
+    """Attend from each member's queries to its tile of keys."""
+    k, v = (_operand(stored, q.dtype) for stored in _read_tiles(tiles, pool))
+    key = jnp.arange(pool.tile_kv, dtype=jnp.int32)[None, None, :]
+    last = jnp.minimum(tiles.last, tiles.end[:, None] - 1)
+    visible = (key >= tiles.first[:, :, None]) & (key <= last[:, :, None])
     visible = visible[:, None]
 
-    scores = jnp.einsum("mhqd,mhtd->mhqt", q, _read_tiles(pool.k, ids))
+    scores = _multiply("mhqd,mhtd->mhqt", q, k) * options.scale
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
     scores = jnp.where(visible, scores, _LARGE_NEGATIVE)
     top = jnp.max(scores, axis=-1)
     weights = jnp.where(visible, jnp.exp(scores - top[..., None]), 0.0)
-    # Slots that hold nothing may hold NaN, and 0 * NaN is NaN.
-    v = jnp.where(is_written[:, None, :, None], _read_tiles(pool.v, ids), 0.0)
     return _Softmax(
         top=top,
         total=jnp.sum(weights, axis=-1),
-        acc=jnp.einsum("mhqt,mhtd->mhqd", weights, v),
+        acc=_multiply("mhqt,mhtd->mhqd", weights, v),
     )
 
 
-def _read_tiles(
-    blocks: Stored, ids: Int32[Array, "members tile_blocks"]
+def _operand(
+    stored: Stored, q_dtype: jnp.dtype
 ) -> Float[Array, "members kv_heads tile_kv head_dim"]:
-    """Read each member's blocks as float32, head by head.
+    """Return vectors as products take them: bfloat16 if queries are too, or float32."""
+    if isinstance(stored, jax.Array) and stored.dtype == q_dtype == jnp.bfloat16:
+        return stored
+    return decode(stored)
+
+
+def _multiply(equation: str, x: jax.Array, vectors: jax.Array) -> jax.Array:
+    """Return products of a dtype's vectors in float32."""
+    x = x.astype(vectors.dtype)
+    return jnp.einsum(equation, x, vectors, preferred_element_type=jnp.float32)
+
+
+def _block_ids(
+    pool: _Pool, rows: Int32[Array, " members"], tiles: Int32[Array, " members"]
+) -> Int32[Array, "members tile_blocks"]:
+    place = jnp.arange(pool.blocks_per_tile, dtype=jnp.int32)[None, :]
+    return pool.tables[rows[:, None], tiles[:, None] * pool.blocks_per_tile + place]
+
+
+def _read_tiles(tiles: _Tiles, pool: _Pool) -> tuple[Stored, Stored]:
+    """Read each member's keys and values: [members, kv_heads, tile_kv, head_dim].
 
     A (block, head) is contiguous in the pool, so it is gathered as one line; gathering
     blocks and swapping axes afterwards takes twice as long on CPU.
+
+    Slots that hold nothing may hold NaN, and 0 * NaN is NaN; so values, of which sums
+    are made, are zeros there.
     """
-    num_blocks, kv_heads, block_size, _ = vector_shape(blocks)
+    members = tiles.end.shape[0]
+    num_blocks, kv_heads, block_size, _ = vector_shape(pool.k)
     head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
-    line = ids[:, None, :] * kv_heads + head
+    line = (tiles.ids[:, None, :] * kv_heads + head).reshape(-1)
 
     def gather(array: jax.Array) -> jax.Array:
-        tail = array.shape[3:]
-        lines = array.reshape(num_blocks * kv_heads, block_size * math.prod(tail))
-        return lines[line].reshape(ids.shape[0], kv_heads, -1, *tail)
+        lines = array.reshape(num_blocks * kv_heads, -1)
+        return lines.at[line].get(mode="promise_in_bounds")
 
-    return decode(jax.tree.map(gather, blocks))
+    def fill(lines: jax.Array) -> jax.Array:
+        slot = jnp.arange(pool.tile_kv, dtype=jnp.int32)[None, :]
+        is_written = (slot < tiles.end[:, None]).reshape(members, 1, -1, block_size, 1)
+        shape = (members, kv_heads, pool.blocks_per_tile, block_size, -1)
+        zero = jnp.zeros((), lines.dtype)
+        return jnp.where(is_written, lines.reshape(shape), zero).reshape(lines.shape)
+
+    def whole() -> tuple[Stored, Stored]:
+        return jax.tree.map(gather, (pool.k, pool.v))
+
+    def partly_written() -> tuple[Stored, Stored]:
+        k, v = whole()
+        return k, jax.tree.map(fill, v)
+
+    # In a branch of its own, a gather is not fused with what reads its result, and then
+    # XLA compiles it to vector instructions: two to three times as fast on CPU.
+    k, v = lax.platform_dependent(
+        cpu=lambda: lax.cond(tiles.is_whole, whole, partly_written),
+        default=partly_written,
+    )
+
+    def spread(lines: jax.Array, array: jax.Array) -> jax.Array:
+        return lines.reshape(members, kv_heads, pool.tile_kv, *array.shape[3:])
+
+    return jax.tree.map(spread, (k, v), (pool.k, pool.v))
