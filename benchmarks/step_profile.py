@@ -61,10 +61,12 @@ CASES = {
 }
 
 
-def make_batch(case: Case, vocab_size: int) -> Any:
-    """Fill a batch with random tokens; blocks are scattered over the pool."""
+def make_batch(case: Case, vocab_size: int) -> tuple[Any, Any]:
+    """Return a batch of random tokens and its rows; blocks lie all over the pool."""
+    import jax.numpy as jnp
     import numpy as np
 
+    from jaxkv.device.rows import init_rows
     from jaxkv.engine.batch import BatchBuilder, Bucket
 
     bucket = Bucket(rows=case.rows, tokens=case.tokens)
@@ -72,9 +74,12 @@ def make_batch(case: Case, vocab_size: int) -> Any:
         buckets=(bucket,),
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks(),
+        max_num_seqs=case.rows,
         max_model_len=MAX_MODEL_LEN,
         vocab_size=vocab_size,
     )
+    rows = init_rows(case.rows, builder.table_width, MAX_MODEL_LEN, vocab_size)
+    tables = np.array(rows.block_tables)
     batch = builder.empty(bucket)
     rng = np.random.default_rng(0)
     batch.token_ids[:] = rng.integers(vocab_size, size=case.tokens)
@@ -82,19 +87,20 @@ def make_batch(case: Case, vocab_size: int) -> Any:
     begin = 0
     for row, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
         blocks = [next(free) for _ in range(-(-kv_len // BLOCK_SIZE))]
-        batch.block_tables[row, : len(blocks)] = blocks
+        tables[row, : len(blocks)] = blocks
+        batch.rows[row] = row
         positions = np.arange(kv_len - q_len, kv_len)
         end = begin + q_len
         batch.positions[begin:end] = positions
         batch.slot_mapping[begin:end] = (
-            batch.block_tables[row, positions // BLOCK_SIZE] * BLOCK_SIZE
-            + positions % BLOCK_SIZE
+            tables[row, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         )
         batch.kv_lens[row] = kv_len
         batch.cu_q_lens[row + 1 :] = end
         batch.sample_indices[row] = end - 1
+        batch.num_samples[row] = 1
         begin = end
-    return batch
+    return batch, rows._replace(block_tables=jnp.asarray(tables))
 
 
 def num_blocks() -> int:
@@ -233,15 +239,16 @@ def main() -> None:
             num_token_ids=config.vocab_size,
             attention_implementation="auto",
         ),
-        donate_argnums=(1,),
+        donate_argnums=(1, 2),
     )
     for name in arguments.cases:
-        batch = make_batch(CASES[name], config.vocab_size)
-        compiled = step.lower(params, cache, batch).compile()
+        batch, rows = make_batch(CASES[name], config.vocab_size)
+        compiled = step.lower(params, cache, rows, batch).compile()
+        kept = [rows]
 
-        def run(compiled=compiled, batch=batch) -> None:
+        def run(compiled=compiled, batch=batch, kept=kept) -> None:
             nonlocal cache
-            output, cache = compiled(params, cache, batch)
+            output, cache, kept[0] = compiled(params, cache, kept[0], batch)
             jax.block_until_ready((output, cache))
 
         run()
