@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.hlo import parse
 from jaxkv import ModelConfig, RopeScaling
 from jaxkv.device.llama import (
     apply_rope,
@@ -22,7 +23,6 @@ from jaxkv.device.llama import (
 )
 from jaxkv.testing import tiny_llama
 from tests.helpers import dense_logits
-from tests.hlo import parse
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "hf"
 OPTIONS = {

@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv import Engine, EngineConfig, SamplingParams
+from jaxkv import BeamSearchParams, Engine, EngineConfig, SamplingParams
 from jaxkv.engine.batch import make_buckets
 from jaxkv.testing import tiny_llama
 from tests.helpers import run_engine
@@ -24,14 +24,19 @@ def backend_compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.parametrize("multi_step", [1, 2])
 def test_after_eager_warm_up_nothing_compiles_whatever_is_asked_for(
-    backend_compilations,
+    backend_compilations, multi_step
 ):
     params, model_config = tiny_llama()
-    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, **LIMITS)
+    config = EngineConfig(
+        max_num_seqs=4, max_num_batched_tokens=32, multi_step=multi_step, **LIMITS
+    )
     engine = Engine.from_params(params, model_config, config)
-    # 1, 2 and 4 rows; 8, 16 and 32 tokens; setting rows, their history; copying blocks.
-    assert engine.stats().num_compilations == 9
+    # 1, 2 and 4 rows, and these again for two steps in one; 8, 16 and 32 tokens;
+    # setting rows, their history; copying blocks.
+    num_compilations = 9 if multi_step == 1 else 12
+    assert engine.stats().num_compilations == num_compilations
     assert len(backend_compilations) >= 6  # jax may know the copying from before
     backend_compilations.clear()
     rng = np.random.default_rng(0)
@@ -49,8 +54,16 @@ def test_after_eager_warm_up_nothing_compiles_whatever_is_asked_for(
         )
         for index in range(25)
     }
-    assert len(run_engine(engine, requests)) == 25
-    assert engine.stats().num_compilations == 9
+    one_token = SamplingParams(max_tokens=1, logprobs=0)
+    full_length = SamplingParams(max_tokens=None, ignore_eos=True)
+    requests |= {
+        "one token": ([1], one_token),
+        "full length": ([2], full_length),
+        "longest prompt": ([3] * 127, full_length),
+        "beams": ([4] * 9, BeamSearchParams(beam_width=3, max_tokens=4)),
+    }
+    assert len(run_engine(engine, requests)) == 29
+    assert engine.stats().num_compilations == num_compilations
     assert backend_compilations == []
 
 
