@@ -6,11 +6,8 @@ over a paged `KVCache`, over dense arrays, or over whatever an experiment needs.
 
 *params* are the module's flat state: a dict from dotted name to array, with Hugging
 Face's names less the leading `model.`, and Hugging Face's shapes: weights stay
-[out, in]. Layers are unrolled and every layer has arrays of its own: scanning stacked
-weights copies them every step.
-
-On a CPU weights stand on the left, `weight @ x`, and what they give is transposed where
-it must have a line for each token; elsewhere on the right, `x @ weight.T`.
+[out, in], which XLA's CPU products prefer below 256 rows. Layers are unrolled and
+every layer has arrays of its own: scanning stacked weights copies them every step.
 """
 
 import functools
@@ -132,64 +129,8 @@ class Linear(nnx.Module):
         self, x: Float[Array, "tokens in_dim"]
     ) -> Float[Array, "tokens out_dim"]:
         """Return x @ weight.T (+ bias), in x's dtype."""
-        return _on_cpu_or_elsewhere(
-            lambda x: _transposed(self.from_left(x, axis=1)), self.from_right, x
-        )
-
-    def from_right(
-        self, x: Float[Array, "tokens in_dim"]
-    ) -> Float[Array, "tokens out_dim"]:
-        """Return x @ weight.T (+ bias), as GPUs like it."""
         y = jax.lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())))
         return y + self.bias[...][None] if self.has_bias else y
-
-    def from_left(
-        self, x: Float[Array, "..."], axis: int
-    ) -> Float[Array, "out tokens"]:
-        """Return weight @ x (+ bias), as CPUs like it; `axis` of x has its features."""
-        y = multiply_from_left(self.weight[...], x, axis, x.dtype)
-        return y + self.bias[...][:, None] if self.has_bias else y
-
-
-def multiply_from_left(
-    weight: Float[Array, "out in"], x: Float[Array, "..."], axis: int, dtype: Any
-) -> Float[Array, "out tokens"]:
-    """Multiply a weight by the features of some tokens, as CPUs like it.
-
-    With the weight on the left XLA's CPU products are up to half as fast again as
-    `x @ weight.T`, the more so the fewer the tokens. A 16-bit product of one token is
-    a sum written out: theirs converts the whole weight to float32 first.
-
-    Args:
-        weight: As checkpoints have it.
-        x: Features and tokens, in either order.
-        axis: Which axis of `x` has the features.
-        dtype: The result's. Sums are float32.
-    """
-    if x.shape[1 - axis] == 1 and weight.dtype.itemsize == 2:
-        products = weight.astype(jnp.float32) * x.reshape(1, -1).astype(jnp.float32)
-        return jnp.sum(products, axis=1, keepdims=True).astype(dtype)
-    return jax.lax.dot_general(
-        weight, x, (((1,), (axis,)), ((), ())), preferred_element_type=dtype
-    )
-
-
-def _transposed(y: Float[Array, "out tokens"]) -> Float[Array, "tokens out"]:
-    """Transpose what was multiplied from the left.
-
-    Without the barrier XLA would take back the transposition and multiply from the
-    right.
-    """
-    return jax.lax.optimization_barrier(y).T
-
-
-def _on_cpu_or_elsewhere(
-    on_cpu: Callable[[jax.Array], jax.Array],
-    elsewhere: Callable[[jax.Array], jax.Array],
-    x: jax.Array,
-) -> jax.Array:
-    """Apply one function where the program is compiled for a CPU, else the other."""
-    return jax.lax.platform_dependent(x, cpu=on_cpu, default=elsewhere)
 
 
 class RMSNorm(nnx.Module):
@@ -261,17 +202,7 @@ class MLP(nnx.Module):
         self, x: Float[Array, "tokens hidden"]
     ) -> Float[Array, "tokens hidden"]:
         """Return down(silu(gate(x)) * up(x))."""
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-
-        def from_left(x: jax.Array) -> jax.Array:
-            inner = jax.nn.silu(gate.from_left(x, axis=1)) * up.from_left(x, axis=1)
-            return _transposed(down.from_left(inner, axis=0))
-
-        def from_right(x: jax.Array) -> jax.Array:
-            inner = jax.nn.silu(gate.from_right(x)) * up.from_right(x)
-            return down.from_right(inner)
-
-        return _on_cpu_or_elsewhere(from_left, from_right, x)
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nnx.Module):
@@ -368,19 +299,12 @@ class Llama(nnx.Module):
         """Project hidden states to float32 logits over the vocabulary."""
         tied = self.config.tie_word_embeddings
         weight = self.embed_tokens.weight if tied else self.lm_head.weight
-
-        def from_left(hidden: jax.Array) -> jax.Array:
-            return _transposed(multiply_from_left(weight[...], hidden, 1, jnp.float32))
-
-        def from_right(hidden: jax.Array) -> jax.Array:
-            return jax.lax.dot_general(
-                hidden,
-                weight[...],
-                (((1,), (1,)), ((), ())),
-                preferred_element_type=jnp.float32,
-            )
-
-        return _on_cpu_or_elsewhere(from_left, from_right, hidden)
+        return jax.lax.dot_general(
+            hidden,
+            weight[...],
+            (((1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
 
 
 @functools.lru_cache(maxsize=16)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from pathlib import Path
 
 import jax
@@ -344,58 +343,3 @@ def test_attend_is_called_once_a_layer_in_order_with_grouped_heads():
 def test_logits_are_float32_for_a_bfloat16_model():
     params, config = tiny_llama(dtype="bfloat16")
     assert logits_of(params, config, [1, 2, 3]).dtype == jnp.float32
-
-
-# What is compiled for a CPU
-
-
-def compiled_logits(config, tokens):
-    def run(params, token_ids):
-        model = merge(config, params)
-        hidden = model(token_ids, token_ids, lambda layer, q, k, v: q + (k * v).sum())
-        return model.logits(hidden)
-
-    shapes = param_shapes(config).items()
-    params = {name: jax.ShapeDtypeStruct(s, config.dtype) for name, s in shapes}
-    token_ids = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-    return jax.jit(run).lower(params, token_ids).compile().as_text()
-
-
-def instructions(text):
-    for computation in parse(text).values():
-        yield from computation.values()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_product_of_several_tokens_has_the_weight_on_its_left(dtype):
-    _, config = tiny_llama(num_hidden_layers=1, dtype=dtype, tie_word_embeddings=True)
-    text = compiled_logits(config, tokens=5)
-    results = sorted(x.result for x in instructions(text) if x.opcode == "dot")
-    name = {"float32": "f32", "bfloat16": "bf16"}[dtype]
-    layer = [(32, 2), (16, 2), (64, 2), (32, 1)]  # q and o, k and v, gate and up, down
-    expected = [f"{name}[{dim},5]" for dim, count in layer for _ in range(count)]
-    assert results == sorted([*expected, "f32[128,5]"])
-
-
-def test_a_bfloat16_product_of_one_token_is_none_of_xlas():
-    """It would convert the weight first."""
-    _, config = tiny_llama(num_hidden_layers=1, dtype="bfloat16")
-    text = compiled_logits(config, tokens=1)
-    assert "dot" not in {x.opcode for x in instructions(text)}
-
-
-@pytest.mark.parametrize("tokens", [2, 5])
-def test_no_bfloat16_weight_is_made_a_float32_one(tokens):
-    _, config = tiny_llama(num_hidden_layers=1, dtype="bfloat16", intermediate_size=512)
-    text = compiled_logits(config, tokens)
-    weight = 512 * 32
-    made = [
-        x.result
-        for x in parse(text)[entry_of(text)].values()
-        if x.num_elements() == weight and x.result.startswith("f32")
-    ]
-    assert made == []
-
-
-def entry_of(text):
-    return re.findall(r"^ENTRY %([\w.-]+)", text, re.M)[0]
