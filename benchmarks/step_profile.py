@@ -38,7 +38,7 @@ PARTS = (
     ("logits", ("_masked_logits",)),
     ("norms", ("RMSNorm.__call__",)),
     ("rope", ("apply_rope",)),
-    ("products", ("multiply_from_left", "Linear.__call__")),
+    ("products", ("Linear.__call__",)),
     ("activation", ("MLP.__call__",)),
 )
 _CONTROL = ("while", "conditional", "call")  # they hold other instructions

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.hlo import parse
 from jaxkv import ModelConfig, RopeScaling
 from jaxkv.device.llama import (
     apply_rope,
