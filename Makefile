@@ -13,6 +13,8 @@ PYTHON := $(shell sh scripts/find_python.sh)
 VENV := .venv
 BIN := $(VENV)/bin
 GPU_PYTHON := .venv-gpu/bin/python
+# What an installation is made of: C++ is compiled then.
+INSTALLED := pyproject.toml hatch_build.py $(wildcard cpu_kernels/src/*)
 MODEL := .cache/SmolLM2-135M-Instruct
 # Compiled steps are kept here, so that a second run need not compile.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
@@ -63,7 +65,7 @@ gpu: $(if $(filter .venv-gpu/%,$(GPU_PYTHON)),.venv-gpu/gpu.stamp)
 $(MODEL)/config.json: $(VENV)/install.stamp
 	$(BIN)/python scripts/get_smollm2.py $(MODEL)
 
-$(VENV)/install.stamp: pyproject.toml scripts/find_python.sh
+$(VENV)/install.stamp: $(INSTALLED) scripts/find_python.sh
 	@test -n "$(PYTHON)" || { sh scripts/find_python.sh >/dev/null; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -78,7 +80,7 @@ $(VENV)/lint.stamp: $(VENV)/test.stamp
 	$(BIN)/python -m pip install --quiet --group lint
 	touch $@
 
-.venv-oldest/test.stamp: pyproject.toml scripts/find_python.sh
+.venv-oldest/test.stamp: $(INSTALLED) scripts/find_python.sh
 	@test -n "$(PYTHON)" || { sh scripts/find_python.sh >/dev/null; exit 1; }
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
@@ -94,7 +96,7 @@ $(VENV)/lint.stamp: $(VENV)/test.stamp
 	    --group gpu-compile jax-cuda13-plugin==$$version >$*/gpu-compile.log 2>&1; \
 	then touch $@; else rm -rf $*/gpu-compile; fi
 
-.venv-gpu/gpu.stamp: pyproject.toml scripts/find_python.sh
+.venv-gpu/gpu.stamp: $(INSTALLED) scripts/find_python.sh
 	@test -n "$(PYTHON)" || { sh scripts/find_python.sh >/dev/null; exit 1; }
 	$(PYTHON) -m venv .venv-gpu
 	.venv-gpu/bin/python -m pip install --quiet --upgrade pip

@@ -492,7 +492,7 @@ class EngineConfig:
             ("warmup", ("eager", "lazy")),
             (
                 "attention_implementation",
-                ("auto", "xla", "mosaic_gpu", "reference"),
+                ("auto", "xla", "mosaic_gpu", "cpu", "reference"),
             ),
         ):
             value = getattr(self, name)

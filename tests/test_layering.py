@@ -9,7 +9,14 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("jaxkv", "pallas_kernels", "convert", "benchmarks", "examples")
+PACKAGES = (
+    "jaxkv",
+    "pallas_kernels",
+    "cpu_kernels",
+    "convert",
+    "benchmarks",
+    "examples",
+)
 OURS = {*PACKAGES, "tests"}
 
 # Of our own modules, what those under each name may import. The longest name that
@@ -25,7 +32,9 @@ ALLOWED = {
         "jaxkv.kv_format",
         "jaxkv.device",
         "pallas_kernels",
+        "cpu_kernels",
     ),
+    "jaxkv.device.products": ("pallas_kernels", "cpu_kernels"),
     "jaxkv.engine": (
         "jaxkv.config",
         "jaxkv.kv_format",
@@ -35,8 +44,9 @@ ALLOWED = {
         "jaxkv.planner",
     ),
     "pallas_kernels": ("pallas_kernels",),
+    "cpu_kernels": ("cpu_kernels",),
     "convert": ("jaxkv", "convert"),
-    "benchmarks": ("jaxkv", "pallas_kernels", "convert", "benchmarks"),
+    "benchmarks": ("jaxkv", "pallas_kernels", "cpu_kernels", "convert", "benchmarks"),
     "examples": ("jaxkv",),
 }
 # The command line imports the converters when the command is used, not before.

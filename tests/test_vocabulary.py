@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("jaxkv", "pallas_kernels", "convert")
+PACKAGES = ("jaxkv", "pallas_kernels", "cpu_kernels", "convert")
 
 # What not to say, and what to say instead. Terms are whole words of an identifier:
 # `page_table` is in `new_page_table` and in `PageTable`, not in `homepage_table`.

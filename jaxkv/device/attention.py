@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+import cpu_kernels
 from jaxkv.device.attention_xla import paged_attention_xla
 from jaxkv.device.cache import KVCache
 from jaxkv.device.codec import (
@@ -63,6 +64,16 @@ def _blocks_and_scales(stored: Stored) -> tuple[jax.Array, jax.Array | None]:
     return typed_codes(stored), stored.scales
 
 
+def _cpu(
+    q: jax.Array, k: Stored, v: Stored, *arrays: jax.Array, **options: Any
+) -> Result:
+    if isinstance(k, Quantized) or isinstance(v, Quantized):
+        raise NotImplementedError("a low-bit cache")
+    if target_device().platform != "cpu":
+        raise NotImplementedError(f"a device of platform {target_device().platform}")
+    return cpu_kernels.paged_attention(q, k, v, *arrays, **options)
+
+
 def _xla(
     q: jax.Array, k: Stored, v: Stored, *arrays: jax.Array, **options: Any
 ) -> Result:
@@ -96,10 +107,14 @@ def _restored(result: Result, q: jax.Array, v: Stored) -> Result:
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "mosaic_gpu": _mosaic_gpu,
+    "cpu": _cpu,
     "xla": _xla,
     "reference": _reference,
 }
-_AUTO_ORDER: dict[str, tuple[str, ...]] = {"gpu": ("mosaic_gpu", "xla")}
+_AUTO_ORDER: dict[str, tuple[str, ...]] = {
+    "gpu": ("mosaic_gpu", "xla"),
+    "cpu": ("cpu", "xla"),
+}
 _LOGGER = logging.getLogger(__name__)
 
 

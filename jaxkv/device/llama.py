@@ -22,6 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jaxkv.config import ModelConfig, RopeScaling
+from jaxkv.device.products import multiply
 
 Params = Mapping[str, jax.Array]
 
@@ -129,8 +130,19 @@ class Linear(nnx.Module):
         self, x: Float[Array, "tokens in_dim"]
     ) -> Float[Array, "tokens out_dim"]:
         """Return x @ weight.T (+ bias), in x's dtype."""
-        y = jax.lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())))
-        return y + self.bias[...][None] if self.has_bias else y
+        (y,) = project(x, self)
+        return y
+
+
+def project(
+    x: Float[Array, "tokens in_dim"], *linears: Linear
+) -> tuple[Float[Array, "tokens _"], ...]:
+    """Return what each of several `Linear` gives for the same x, computed together."""
+    products = multiply(x, *(linear.weight[...] for linear in linears))
+    return tuple(
+        y + linear.bias[...][None] if linear.has_bias else y
+        for linear, y in zip(linears, products, strict=True)
+    )
 
 
 class RMSNorm(nnx.Module):
@@ -179,9 +191,10 @@ class Attention(nnx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """Return this layer's attention output, before the residual is added."""
         tokens = x.shape[0]
-        q = self.q_proj(x).reshape(tokens, self.heads, self.head_dim)
-        k = self.k_proj(x).reshape(tokens, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(tokens, self.kv_heads, self.head_dim)
+        q, k, v = (
+            y.reshape(tokens, -1, self.head_dim)
+            for y in project(x, self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         out = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
@@ -202,7 +215,8 @@ class MLP(nnx.Module):
         self, x: Float[Array, "tokens hidden"]
     ) -> Float[Array, "tokens hidden"]:
         """Return down(silu(gate(x)) * up(x))."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        return self.down_proj(jax.nn.silu(gate) * up)
 
 
 class DecoderLayer(nnx.Module):
@@ -299,12 +313,8 @@ class Llama(nnx.Module):
         """Project hidden states to float32 logits over the vocabulary."""
         tied = self.config.tie_word_embeddings
         weight = self.embed_tokens.weight if tied else self.lm_head.weight
-        return jax.lax.dot_general(
-            hidden,
-            weight[...],
-            (((1,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
+        (logits,) = multiply(hidden, weight[...], result_dtype="float32")
+        return logits
 
 
 @functools.lru_cache(maxsize=16)

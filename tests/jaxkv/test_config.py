@@ -265,7 +265,7 @@ def test_sizes_must_be_positive_integers(kind, name, value):
             "engine",
             {"attention_implementation": "cuda"},
             "attention_implementation must be one of ('auto', 'xla', 'mosaic_gpu', "
-            "'reference'), got 'cuda'",
+            "'cpu', 'reference'), got 'cuda'",
         ),
         (
             "engine",

@@ -33,7 +33,7 @@ WORKLOADS = [
     Workload(rows=((1, 33), (6, 9)), q_heads=2, kv_heads=2, head_dim=80),
     Workload(rows=((9, 9), (1, 6)), q_heads=8, kv_heads=1, head_dim=6, block_size=1),
 ]
-IMPLEMENTATIONS = ["xla", "reference"]
+IMPLEMENTATIONS = ["xla", "cpu", "reference"]
 
 
 def run(case, implementation="xla", **options):

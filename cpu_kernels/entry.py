@@ -1,0 +1,126 @@
+"""The kernels as functions of JAX arrays."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from cpu_kernels.library import load
+
+_DTYPES = ("float32", "bfloat16")
+
+
+def multiply(
+    x: Float[Array, "tokens in_dim"],
+    *weights: Float[Array, "_ in_dim"],
+    result_dtype: str | None = None,
+    instruction_set: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """Return x @ w.T for each weight, in one call; sums are float32.
+
+    A token's results depend on nothing but itself and the weight, to the last bit: not
+    on how many tokens there are.
+
+    Args:
+        x: float32 or bfloat16.
+        *weights: Of x's dtype; their out_dims may differ.
+        result_dtype: float32 or bfloat16; None: x's.
+        instruction_set: One of `INSTRUCTION_SETS`; None: the fastest there is.
+
+    Raises:
+        NotImplementedError: Other dtypes, or no kernels for this machine.
+    """
+    result_dtype = str(x.dtype if result_dtype is None else result_dtype)
+    for dtype in (*(str(array.dtype) for array in (x, *weights)), result_dtype):
+        if dtype not in _DTYPES:
+            raise NotImplementedError(f"products of {dtype}")
+    if any(w.dtype != x.dtype for w in weights):
+        raise NotImplementedError("products of different dtypes")
+    return _multiply(result_dtype, load(instruction_set), x, weights)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _multiply(
+    result_dtype: str,
+    instruction_set: str,
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
+    call = jax.ffi.ffi_call(
+        f"jaxkv_multiply_{instruction_set}",
+        [jax.ShapeDtypeStruct((len(x), len(w)), result_dtype) for w in weights],
+        vmap_method="sequential",
+    )
+    return tuple(call(x, *weights))
+
+
+@_multiply.defjvp
+def _multiply_jvp(result_dtype, instruction_set, primals, tangents):
+    def products(x, weights):
+        return tuple(
+            lax.dot_general(
+                x, w, (((1,), (1,)), ((), ())), preferred_element_type=result_dtype
+            )
+            for w in weights
+        )
+
+    _, out_tangents = jax.jvp(products, primals, tangents)
+    return _multiply(result_dtype, instruction_set, *primals), out_tangents
+
+
+def paged_attention(
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
+    v_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],
+    block_tables: Int32[Array, "rows width"],
+    kv_lens: Int32[Array, " rows"],
+    cu_q_lens: Int32[Array, " rows+1"],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    return_lse: bool = False,
+    instruction_set: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attend as `paged_attention` of `jaxkv` says; see there for the arguments.
+
+    Keys and values are read where they lie, once for all queries of a row and KV head
+    that are computed together. Scores and sums are float32. A query's output depends on
+    nothing but itself and its keys and values, to the last bit: not on other queries
+    or rows.
+
+    Returns:
+        The outputs in q's dtype, and with `return_lse` the float32 log-sum-exp.
+
+    Raises:
+        NotImplementedError: Other dtypes than float32 and bfloat16, or no kernels for
+            this machine.
+    """
+    for array in (q, k_blocks, v_blocks):
+        if array.dtype not in _DTYPES:
+            raise NotImplementedError(f"attention over {array.dtype}")
+    if k_blocks.dtype != v_blocks.dtype:
+        raise NotImplementedError("keys and values of different dtypes")
+    call = jax.ffi.ffi_call(
+        f"jaxkv_attend_{load(instruction_set)}",
+        [
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
+        ],
+        vmap_method="sequential",
+    )
+    out, lse = call(
+        q,
+        k_blocks,
+        v_blocks,
+        block_tables,
+        kv_lens,
+        cu_q_lens,
+        scale=np.float32(scale),
+        window=np.int64(0 if window is None else window),
+        soft_cap=np.float32(0 if soft_cap is None else soft_cap),
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,75 @@
+"""The compiled kernels: which this machine can run, and their names in XLA.
+
+`hatch_build.py` compiles `src/library.cc` into `lib/`, once for each instruction set,
+when the project is installed. A library is loaded when it is first asked for.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import jax
+
+INSTRUCTION_SETS = {
+    "avx512_bf16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "avx2": ("avx2", "fma", "f16c"),
+}
+"""From the fastest on: what Linux calls the features that each needs."""
+
+_FOLDER = Path(__file__).parent / "lib"
+_HANDLERS = ("jaxkv_multiply", "jaxkv_attend")
+
+
+def supported_instruction_sets() -> tuple[str, ...]:
+    """Name the instruction sets that this machine has and that were compiled for."""
+    features = _cpu_features()
+    return tuple(
+        name
+        for name, needed in INSTRUCTION_SETS.items()
+        if features.issuperset(needed) and (_FOLDER / f"{name}.so").exists()
+    )
+
+
+@functools.cache
+def load(instruction_set: str | None = None) -> str:
+    """Register the kernels of an instruction set with XLA; None: of the fastest.
+
+    Returns:
+        The instruction set; `call` names its kernels by it.
+
+    Raises:
+        NotImplementedError: This machine cannot run them, or they were not compiled.
+    """
+    supported = supported_instruction_sets()
+    if instruction_set is None:
+        if not supported:
+            raise NotImplementedError(
+                "a CPU without AVX2"
+                if any(_FOLDER.glob("*.so"))
+                else "kernels that were not compiled when jaxkv was installed"
+            )
+        return load(supported[0])
+    if instruction_set not in supported:
+        raise NotImplementedError(f"{instruction_set}; there are {supported}")
+    library = ctypes.CDLL(str(_FOLDER / f"{instruction_set}.so"))
+    for handler in _HANDLERS:
+        jax.ffi.register_ffi_target(
+            f"{handler}_{instruction_set}",
+            jax.ffi.pycapsule(getattr(library, handler)),
+            platform="cpu",
+        )
+    return instruction_set
+
+
+@functools.cache
+def _cpu_features() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()

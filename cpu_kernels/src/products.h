@@ -1,0 +1,201 @@
+// Products of a few tokens with weights kept as [out_dim, in_dim].
+//
+// Both operands are contiguous along the axis summed over, so neither is packed, and a
+// weight is read in order and, for up to kBlockTokens tokens, once. Every output is the sum of kLanes partial sums, each
+// taken in order: it depends on its own token and weight only, to the last bit.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+
+#include "kernels.h"
+#include "vectors.h"
+
+namespace jaxkv {
+
+constexpr int kTileTokens = kLanes == 16 ? 4 : 3;
+constexpr int kTileOut = kLanes == 16 ? 6 : 4;
+constexpr int64_t kBlockTokens = 32;
+constexpr int64_t kBlockBytes = 256 * 1024;  // of x, so that it stays in a core's cache
+constexpr int64_t kChunkBytes = 96 * 1024;   // of weights, what a thread takes at once
+
+// How elements of two types are multiplied, kLanes or twice as many at a time.
+template <class X, class W>
+struct Multiplier {
+  static constexpr int kStep = kLanes;
+  using Left = Floats;
+  using Right = Floats;
+  static Left LoadLeft(const X* x) { return LoadFloats(x); }
+  static Left LoadLeft(const X* x, int count) { return LoadFloats(x, count); }
+  static Right LoadRight(const W* w) { return LoadFloats(w); }
+  static Right LoadRight(const W* w, int count) { return LoadFloats(w, count); }
+  static Floats Add(Floats sum, Left x, Right w) { return sum + x * w; }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Multiplier<BFloat16, BFloat16> {
+  static constexpr int kStep = 2 * kLanes;
+  using Left = __m512bh;
+  using Right = __m512bh;
+  static Left LoadLeft(const BFloat16* x) { return Load<__m512bh>(x); }
+  static Left LoadLeft(const BFloat16* x, int count) {
+    BFloat16 padded[kStep] = {};
+    std::memcpy(padded, x, count * sizeof(BFloat16));
+    return Load<__m512bh>(padded);
+  }
+  static Right LoadRight(const BFloat16* w) { return LoadLeft(w); }
+  static Right LoadRight(const BFloat16* w, int count) { return LoadLeft(w, count); }
+  static Floats Add(Floats sum, Left x, Right w) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, x, w);
+  }
+};
+using BFloat16Left = BFloat16;
+#else
+// Without an instruction for it, the tokens are widened beforehand.
+using BFloat16Left = float;
+#endif
+
+// kM tokens by kN outputs. Fetches kAhead lines from `ahead` on in each step.
+template <int kM, int kN, int kAhead, class X, class W, class Y>
+inline void MultiplyTile(const X* x, const W* w, int64_t in_dim, Y* y, int64_t y_stride,
+                         const char* ahead) {
+  using M = Multiplier<X, W>;
+  Floats sums[kM * kN] = {};
+  int64_t i = 0;
+  for (; i + M::kStep <= in_dim; i += M::kStep) {
+#pragma GCC unroll 8
+    for (int line = 0; line < kAhead; ++line)
+      Prefetch(ahead + line * kLineBytes);
+    ahead += kAhead * kLineBytes;
+    typename M::Right right[kN];
+#pragma GCC unroll 8
+    for (int n = 0; n < kN; ++n) right[n] = M::LoadRight(w + n * in_dim + i);
+#pragma GCC unroll 8
+    for (int m = 0; m < kM; ++m) {
+      typename M::Left left = M::LoadLeft(x + m * in_dim + i);
+#pragma GCC unroll 8
+      for (int n = 0; n < kN; ++n)
+        sums[m * kN + n] = M::Add(sums[m * kN + n], left, right[n]);
+    }
+  }
+  if (int rest = in_dim - i; rest > 0) {
+#pragma GCC unroll 8
+    for (int m = 0; m < kM; ++m) {
+#pragma GCC unroll 8
+      for (int n = 0; n < kN; ++n) {
+        auto left = M::LoadLeft(x + m * in_dim + i, rest);
+        auto right = M::LoadRight(w + n * in_dim + i, rest);
+        sums[m * kN + n] = M::Add(sums[m * kN + n], left, right);
+      }
+    }
+  }
+  float results[kM * kN + 2 * kLanes];
+  SumLanes<kM * kN>(sums, results);
+  Y rounded[kM * kN + kLanes];
+  for (int j = 0; j < kM * kN; j += kLanes)
+    StoreFloats(rounded + j, LoadFloats(results + j));
+#pragma GCC unroll 8
+  for (int m = 0; m < kM; ++m)
+    std::memcpy(y + m * y_stride, rounded + m * kN, kN * sizeof(Y));
+}
+
+// At most kM tokens by at most kTileOut outputs.
+template <int kM, int kAhead, class X, class W, class Y>
+void MultiplySome(int64_t tokens, int64_t outs, const X* x, const W* w, int64_t in_dim,
+                  Y* y, int64_t y_stride, const char* ahead) {
+  if constexpr (kM > 0) {
+    if (tokens < kM) {
+      return MultiplySome<kM - 1, kAhead>(tokens, outs, x, w, in_dim, y, y_stride,
+                                          ahead);
+    }
+    if (outs == kTileOut)
+      return MultiplyTile<kM, kTileOut, kAhead>(x, w, in_dim, y, y_stride, ahead);
+    for (int64_t n = 0; n < outs; ++n)
+      MultiplyTile<kM, 1, 0>(x, w + n * in_dim, in_dim, y + n, y_stride, ahead);
+  }
+}
+
+// Some tokens by some outputs, kTileOut outputs after another. While it multiplies with
+// the weights of one such group, it fetches those of the next.
+template <int kAhead, class X, class W, class Y>
+void MultiplyBlock(int64_t tokens, int64_t outs, const X* x, const W* w, int64_t in_dim,
+                   Y* y, int64_t y_stride) {
+  const int64_t group_bytes = kTileOut * in_dim * sizeof(W);
+  const int64_t tile_bytes =
+      in_dim / Multiplier<X, W>::kStep * kAhead * kLineBytes;  // fetched in a tile
+  for (int64_t n = 0; n < outs; n += kTileOut) {
+    const W* group = w + n * in_dim;
+    const int64_t num_outs = std::min<int64_t>(kTileOut, outs - n);
+    int64_t fetched = 0;
+    for (int64_t m = 0; m < tokens; m += kTileTokens, fetched += tile_bytes) {
+      const int64_t num_tokens = std::min<int64_t>(kTileTokens, tokens - m);
+      const X* tile = x + m * in_dim;
+      Y* result = y + m * y_stride + n;
+      if (fetched < group_bytes) {
+        const char* ahead = reinterpret_cast<const char*>(group) + group_bytes + fetched;
+        MultiplySome<kTileTokens, kAhead>(num_tokens, num_outs, tile, group, in_dim,
+                                          result, y_stride, ahead);
+      } else {
+        MultiplySome<kTileTokens, 0>(num_tokens, num_outs, tile, group, in_dim, result,
+                                     y_stride, nullptr);
+      }
+    }
+  }
+}
+
+template <class X, class W, class Y>
+void MultiplyAll(const X* x, const Products& p, const ParallelFor& parallel_for) {
+  auto fit = [&](int64_t bytes, int64_t size, int64_t tile) {
+    return std::max<int64_t>(bytes / (p.in_dim * size) / tile, 1) * tile;
+  };
+  const int64_t block = std::min(fit(kBlockBytes, sizeof(X), kTileTokens), kBlockTokens);
+  const int64_t chunk = fit(kChunkBytes, sizeof(W), kTileOut);
+  constexpr int kAll = kTileOut * Multiplier<X, W>::kStep * sizeof(W) / kLineBytes;
+  int64_t total = 0;
+  for (int64_t i = 0; i < p.num_weights; ++i)
+    total += (p.weights[i].out_dim + chunk - 1) / chunk;
+  parallel_for(total, [&](int64_t index) {
+    const Weight* weight = p.weights;
+    for (int64_t chunks; index >= (chunks = (weight->out_dim + chunk - 1) / chunk);
+         ++weight)
+      index -= chunks;
+    const int64_t begin = index * chunk;
+    const int64_t outs = std::min(chunk, weight->out_dim - begin);
+    const W* w = static_cast<const W*>(weight->w) + begin * p.in_dim;
+    Y* y = static_cast<Y*>(weight->y) + begin;
+    for (int64_t m = 0; m < p.tokens; m += block) {
+      const int64_t tokens = std::min(block, p.tokens - m);
+      const int64_t tiles = (tokens + kTileTokens - 1) / kTileTokens;
+      auto multiply = tiles == 1   ? MultiplyBlock<kAll, X, W, Y>
+                      : tiles == 2 ? MultiplyBlock<(kAll + 1) / 2, X, W, Y>
+                                   : MultiplyBlock<(kAll + 2) / 3, X, W, Y>;
+      multiply(tokens, outs, x + m * p.in_dim, w, p.in_dim, y + m * weight->out_dim,
+               weight->out_dim);
+    }
+  });
+}
+
+template <class X, class W>
+void MultiplyTo(const X* x, const Products& p, const ParallelFor& parallel_for) {
+  if (p.result_type == Type::kFloat32)
+    MultiplyAll<X, W, float>(x, p, parallel_for);
+  else
+    MultiplyAll<X, W, BFloat16>(x, p, parallel_for);
+}
+
+inline void Multiply(const Products& p, const ParallelFor& parallel_for) {
+  if (p.type == Type::kFloat32) {
+    MultiplyTo<float, float>(static_cast<const float*>(p.x), p, parallel_for);
+  } else if constexpr (std::is_same_v<BFloat16Left, BFloat16>) {
+    MultiplyTo<BFloat16Left, BFloat16>(static_cast<const BFloat16Left*>(p.x), p,
+                                       parallel_for);
+  } else {
+    const BFloat16* narrow = static_cast<const BFloat16*>(p.x);
+    auto wide = std::make_unique<float[]>(p.tokens * p.in_dim);
+    for (int64_t i = 0; i < p.tokens * p.in_dim; ++i) wide[i] = ToFloat(narrow[i]);
+    MultiplyTo<float, BFloat16>(wide.get(), p, parallel_for);
+  }
+}
+
+}  // namespace jaxkv
