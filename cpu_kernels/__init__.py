@@ -1,14 +1,23 @@
-"""Attention and products on CPUs, in C++: arrays in, arrays out.
+"""Attention, products and norms on CPUs, in C++: arrays in, arrays out.
 
 Imports nothing of jaxkv. XLA calls the kernels through its foreign function interface.
 """
 
-from cpu_kernels.entry import multiply, paged_attention
+from cpu_kernels.entry import (
+    multiply,
+    multiply_reference,
+    paged_attention,
+    rms_norm,
+    rms_norm_reference,
+)
 from cpu_kernels.library import INSTRUCTION_SETS, supported_instruction_sets
 
 __all__ = [
     "INSTRUCTION_SETS",
     "multiply",
+    "multiply_reference",
     "paged_attention",
+    "rms_norm",
+    "rms_norm_reference",
     "supported_instruction_sets",
 ]

@@ -22,7 +22,8 @@ def multiply(
     """Return x @ w.T for each weight, in one call; sums are float32.
 
     A token's results depend on nothing but itself and the weight, to the last bit: not
-    on how many tokens there are.
+    on how many tokens there are. Tokens of zeros behind all others cost nothing: their
+    results are zeros, whatever the weights hold.
 
     Args:
         x: float32 or bfloat16.
@@ -60,15 +61,76 @@ def _multiply(
 @_multiply.defjvp
 def _multiply_jvp(result_dtype, instruction_set, primals, tangents):
     def products(x, weights):
-        return tuple(
-            lax.dot_general(
-                x, w, (((1,), (1,)), ((), ())), preferred_element_type=result_dtype
-            )
-            for w in weights
-        )
+        return multiply_reference(x, *weights, result_dtype=result_dtype)
 
     _, out_tangents = jax.jvp(products, primals, tangents)
     return _multiply(result_dtype, instruction_set, *primals), out_tangents
+
+
+def multiply_reference(
+    x: Float[Array, "tokens in_dim"],
+    *weights: Float[Array, "_ in_dim"],
+    result_dtype: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """Return what `multiply` returns, by XLA's products, for all dtypes."""
+    return tuple(
+        lax.dot_general(
+            x, w, (((1,), (1,)), ((), ())), preferred_element_type=result_dtype
+        )
+        for w in weights
+    )
+
+
+def rms_norm(
+    x: Float[Array, "*vectors dim"],
+    weight: Float[Array, " dim"],
+    *,
+    eps: float,
+    instruction_set: str | None = None,
+) -> Float[Array, "*vectors dim"]:
+    """Normalise in float32, round to x's dtype, then multiply with the weight.
+
+    A vector's result depends on nothing but itself and the weight, to the last bit;
+    XLA adds the squares in an order that depends on how many vectors there are.
+
+    Raises:
+        NotImplementedError: Other dtypes than float32 and bfloat16, two of them, or no
+            kernels for this machine.
+    """
+    if x.dtype not in _DTYPES or weight.dtype != x.dtype:
+        raise NotImplementedError(f"norms of {x.dtype} by {weight.dtype}")
+    return _rms_norm(eps, load(instruction_set), x, weight)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _rms_norm(
+    eps: float, instruction_set: str, x: jax.Array, weight: jax.Array
+) -> jax.Array:
+    vectors = x.reshape(-1, x.shape[-1])
+    call = jax.ffi.ffi_call(
+        f"jaxkv_normalize_{instruction_set}",
+        jax.ShapeDtypeStruct(vectors.shape, x.dtype),
+        vmap_method="sequential",
+    )
+    return call(vectors, weight, eps=np.float32(eps)).reshape(x.shape)
+
+
+@_rms_norm.defjvp
+def _rms_norm_jvp(eps, instruction_set, primals, tangents):
+    _, out_tangent = jax.jvp(
+        functools.partial(rms_norm_reference, eps=eps), primals, tangents
+    )
+    return _rms_norm(eps, instruction_set, *primals), out_tangent
+
+
+def rms_norm_reference(
+    x: Float[Array, "*vectors dim"], weight: Float[Array, " dim"], *, eps: float
+) -> Float[Array, "*vectors dim"]:
+    """Return what `rms_norm` returns, by JAX's own operations, for all dtypes."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    normed = (wide * lax.rsqrt(mean_square + eps)).astype(x.dtype)
+    return normed * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
 def paged_attention(

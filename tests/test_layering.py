@@ -34,7 +34,7 @@ ALLOWED = {
         "pallas_kernels",
         "cpu_kernels",
     ),
-    "jaxkv.device.products": ("pallas_kernels", "cpu_kernels"),
+    "jaxkv.device.dense": ("pallas_kernels", "cpu_kernels"),
     "jaxkv.engine": (
         "jaxkv.config",
         "jaxkv.kv_format",

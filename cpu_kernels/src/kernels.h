@@ -8,6 +8,8 @@ namespace jaxkv {
 
 enum class Type { kFloat32, kBFloat16 };
 
+constexpr int64_t SizeOf(Type type) { return type == Type::kFloat32 ? 4 : 2; }
+
 // Runs task(0) ... task(count - 1), several at once and in any order.
 using ParallelFor = std::function<void(int64_t count, const std::function<void(int64_t)>&)>;
 
@@ -26,6 +28,17 @@ struct Products {
   Type result_type;
   const Weight* weights;
   int64_t num_weights;
+};
+
+// y[i] = x[i] / sqrt(mean(x[i] ** 2) + eps) * weight
+struct Norms {
+  const void* x;       // [count, dim]
+  const void* weight;  // [dim]
+  void* y;             // [count, dim]
+  int64_t count;
+  int64_t dim;
+  Type type;
+  float eps;
 };
 
 // See paged_attention of jaxkv.device.attention.

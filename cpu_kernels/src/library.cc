@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "kernels.h"
+#include "norms.h"
 #include "products.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -99,6 +100,26 @@ ffi::Error MultiplyImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingAr
   return ffi::Error::Success();
 }
 
+ffi::Error NormalizeImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+                         ffi::Result<ffi::AnyBuffer> y, float eps) {
+  auto type = TypeOf(x);
+  if (x.dimensions().size() != 2 || !type || TypeOf(weight) != type || TypeOf(*y) != type)
+    return Refuse("types");
+  if (weight.dimensions().size() != 1 || weight.dimensions()[0] != x.dimensions()[1] ||
+      x.dimensions() != y->dimensions())
+    return Refuse("shapes");
+  Norms n = {};
+  n.x = x.untyped_data();
+  n.weight = weight.untyped_data();
+  n.y = y->untyped_data();
+  n.count = x.dimensions()[0];
+  n.dim = x.dimensions()[1];
+  n.type = *type;
+  n.eps = eps;
+  Normalize(n, On(pool));
+  return ffi::Error::Success();
+}
+
 ffi::Error AttendImpl(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
                       ffi::AnyBuffer v, IntMatrix block_tables,
                       IntVector kv_lens,
@@ -151,6 +172,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_multiply, MultiplyImpl,
                                   .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_normalize, NormalizeImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_attend, AttendImpl,
                               ffi::Ffi::Bind()

@@ -176,8 +176,28 @@ void MultiplyAll(const X* x, const Products& p, const ParallelFor& parallel_for)
   });
 }
 
+// Counts the tokens up to the last that is not all zeros.
+template <class X>
+int64_t CountTokens(const X* x, int64_t tokens, int64_t in_dim) {
+  for (; tokens > 0; --tokens) {
+    const X* token = x + (tokens - 1) * in_dim;
+    for (int64_t i = 0; i < in_dim; ++i) {
+      if (ToFloat(token[i]) != 0) return tokens;
+    }
+  }
+  return 0;
+}
+
+// The products of zeros, which padding is, are not computed.
 template <class X, class W>
-void MultiplyTo(const X* x, const Products& p, const ParallelFor& parallel_for) {
+void MultiplyTo(const X* x, Products p, const ParallelFor& parallel_for) {
+  const int64_t tokens = CountTokens(x, p.tokens, p.in_dim);
+  for (int64_t i = 0; i < p.num_weights; ++i) {
+    const int64_t line = p.weights[i].out_dim * SizeOf(p.result_type);
+    std::memset(static_cast<char*>(p.weights[i].y) + tokens * line, 0,
+                (p.tokens - tokens) * line);
+  }
+  p.tokens = tokens;
   if (p.result_type == Type::kFloat32)
     MultiplyAll<X, W, float>(x, p, parallel_for);
   else

@@ -52,6 +52,7 @@ inline Floats LoadFloats(const BFloat16* from) {
 // The first `count` of a vector; the others are zeros.
 template <class T>
 inline Floats LoadFloats(const T* from, int count) {
+  if (count == kLanes) return LoadFloats(from);
   T padded[kLanes] = {};
   std::memcpy(padded, from, count * sizeof(T));
   return LoadFloats(padded);

@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jaxkv.config import ModelConfig, RopeScaling
-from jaxkv.device.products import multiply
+from jaxkv.device.dense import multiply, rms_norm
 
 Params = Mapping[str, jax.Array]
 
@@ -154,11 +154,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
         """Normalise in float32, scale in x's dtype."""
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        normed = (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
-        weight = self.weight[...]
-        return normed * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+        return rms_norm(x, self.weight[...], eps=self.eps)
 
 
 class Attention(nnx.Module):

@@ -260,6 +260,7 @@ def _choose(
     is_sampling: Bool[Array, " lines"],
 ) -> tuple[tuple[Int32[Array, " lines"], Logprobs], RowState]:
     """Choose the next tokens of lines that have so many, and note them."""
+    hidden = jnp.where(is_sampling[:, None], hidden, 0.0)  # as in `forward`
     logits = _masked_logits(model, hidden, num_token_ids)
     inputs = sampling_inputs(
         rows, batch.rows, num_tokens, is_sampling, batch.wants_logprobs
@@ -311,6 +312,9 @@ def forward(
         return layer(x, cos, sin, attend), cache.layers[0]
 
     x, cos, sin = model.embed(tokens.token_ids, tokens.positions)
+    # Products of zeros cost nothing on a CPU, and zeros they stay up to the last layer.
+    is_padding = tokens.slot_mapping // cache.block_size == NULL_BLOCK
+    x = jnp.where(is_padding[:, None], 0.0, x)
     layers = []
     for layer, kv in zip(model.layers, cache.layers, strict=True):
         x, kv = run_layer(layer, kv, x, cos, sin, tokens)
