@@ -1,4 +1,4 @@
-"""Attention, products and norms on CPUs, in C++: arrays in, arrays out.
+"""Attention, products, norms and gates on CPUs, in C++: arrays in, arrays out.
 
 Imports nothing of jaxkv. XLA calls the kernels through its foreign function interface.
 """
@@ -9,6 +9,8 @@ from cpu_kernels.entry import (
     paged_attention,
     rms_norm,
     rms_norm_reference,
+    swiglu,
+    swiglu_reference,
 )
 from cpu_kernels.library import INSTRUCTION_SETS, supported_instruction_sets
 
@@ -20,4 +22,6 @@ __all__ = [
     "rms_norm",
     "rms_norm_reference",
     "supported_instruction_sets",
+    "swiglu",
+    "swiglu_reference",
 ]

@@ -133,6 +133,46 @@ def rms_norm_reference(
     return normed * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
+def swiglu(
+    gate: Float[Array, "*vectors dim"],
+    up: Float[Array, "*vectors dim"],
+    *,
+    instruction_set: str | None = None,
+) -> Float[Array, "*vectors dim"]:
+    """Return silu(gate) * up (Shazeer, 2020), in float32 and rounded once.
+
+    Raises:
+        NotImplementedError: Other dtypes than float32 and bfloat16, two of them, or no
+            kernels for this machine.
+    """
+    if gate.dtype not in _DTYPES or up.dtype != gate.dtype:
+        raise NotImplementedError(f"gates of {gate.dtype} and {up.dtype}")
+    return _swiglu(load(instruction_set), gate, up)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _swiglu(instruction_set: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    call = jax.ffi.ffi_call(
+        f"jaxkv_gate_{instruction_set}",
+        jax.ShapeDtypeStruct(gate.shape, gate.dtype),
+        vmap_method="broadcast_all",
+    )
+    return call(gate, up)
+
+
+@_swiglu.defjvp
+def _swiglu_jvp(instruction_set, primals, tangents):
+    _, out_tangent = jax.jvp(swiglu_reference, primals, tangents)
+    return _swiglu(instruction_set, *primals), out_tangent
+
+
+def swiglu_reference(
+    gate: Float[Array, "*vectors dim"], up: Float[Array, "*vectors dim"]
+) -> Float[Array, "*vectors dim"]:
+    """Return what `swiglu` returns, by JAX's own operations, for all dtypes."""
+    return jax.nn.silu(gate) * up
+
+
 def paged_attention(
     q: Float[Array, "tokens q_heads head_dim"],
     k_blocks: Float[Array, "num_blocks kv_heads block_size head_dim"],

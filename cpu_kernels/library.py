@@ -18,7 +18,7 @@ INSTRUCTION_SETS = {
 """From the fastest on: what Linux calls the features that each needs."""
 
 _FOLDER = Path(__file__).parent / "lib"
-_HANDLERS = ("jaxkv_multiply", "jaxkv_normalize", "jaxkv_attend")
+_HANDLERS = ("jaxkv_multiply", "jaxkv_normalize", "jaxkv_gate", "jaxkv_attend")
 
 
 def supported_instruction_sets() -> tuple[str, ...]:

@@ -41,6 +41,15 @@ struct Norms {
   float eps;
 };
 
+// y[i] = silu(gate[i]) * up[i]
+struct Gates {
+  const void* gate;
+  const void* up;
+  void* y;
+  int64_t count;
+  Type type;
+};
+
 // See paged_attention of jaxkv.device.attention.
 struct Attention {
   const void* q;  // [tokens, q_heads, head_dim]

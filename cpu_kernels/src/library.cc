@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "attention.h"
+#include "elementwise.h"
 #include "kernels.h"
-#include "norms.h"
 #include "products.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -120,6 +120,22 @@ ffi::Error NormalizeImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   return ffi::Error::Success();
 }
 
+ffi::Error GateImpl(ffi::ThreadPool pool, ffi::AnyBuffer gate, ffi::AnyBuffer up,
+                    ffi::Result<ffi::AnyBuffer> y) {
+  auto type = TypeOf(gate);
+  if (!type || TypeOf(up) != type || TypeOf(*y) != type) return Refuse("types");
+  if (gate.dimensions() != up.dimensions() || gate.dimensions() != y->dimensions())
+    return Refuse("shapes");
+  Gates g = {};
+  g.gate = gate.untyped_data();
+  g.up = up.untyped_data();
+  g.y = y->untyped_data();
+  g.count = gate.element_count();
+  g.type = *type;
+  Gate(g, On(pool));
+  return ffi::Error::Success();
+}
+
 ffi::Error AttendImpl(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
                       ffi::AnyBuffer v, IntMatrix block_tables,
                       IntVector kv_lens,
@@ -180,6 +196,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_normalize, NormalizeImpl,
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_gate, GateImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_attend, AttendImpl,
                               ffi::Ffi::Bind()

@@ -1,4 +1,4 @@
-"""Products and norms of tokens: picks an implementation, as `attention` does.
+"""Products, norms and gates of tokens: picks an implementation, as `attention` does.
 
 On a CPU those of `cpu_kernels`, where there is one for the dtype. There, what a token
 gets does not depend, to the last bit, on the tokens that are computed beside it.
@@ -44,6 +44,14 @@ def rms_norm(
         cpu_kernels.rms_norm, cpu_kernels.rms_norm_reference
     )
     return implementation(x, weight, eps=eps)
+
+
+def swiglu(
+    gate: Float[Array, "tokens dim"], up: Float[Array, "tokens dim"]
+) -> Float[Array, "tokens dim"]:
+    """Return silu(gate) * up (Shazeer, 2020)."""
+    implementation = _first_that_can(cpu_kernels.swiglu, cpu_kernels.swiglu_reference)
+    return implementation(gate, up)
 
 
 def _first_that_can(

@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jaxkv.config import ModelConfig, RopeScaling
-from jaxkv.device.dense import multiply, rms_norm
+from jaxkv.device.dense import multiply, rms_norm, swiglu
 
 Params = Mapping[str, jax.Array]
 
@@ -212,7 +212,7 @@ class MLP(nnx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """Return down(silu(gate(x)) * up(x))."""
         gate, up = project(x, self.gate_proj, self.up_proj)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        return self.down_proj(swiglu(gate, up))
 
 
 class DecoderLayer(nnx.Module):

@@ -1,4 +1,4 @@
-// Root-mean-square normalisation (Zhang & Sennrich, 2019), each vector by itself.
+// What is done to each vector, or each element, by itself.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,10 @@
 
 namespace jaxkv {
 
-constexpr int64_t kNormsTogether = 16;  // vectors that a thread takes at once
+constexpr int64_t kNormsTogether = 16;      // vectors that a thread takes at once
+constexpr int64_t kElementsTogether = 8192;  // and elements
 
-// Normalises in float32, rounds to T, then multiplies and rounds again.
+// Root-mean-square normalisation (Zhang & Sennrich, 2019): in float32, rounds to T, then multiplies and rounds again.
 template <class T>
 void NormalizeVector(const T* x, const T* weight, int64_t dim, float eps, T* y) {
   Floats squares = {};
@@ -48,6 +49,29 @@ inline void Normalize(const Norms& n, const ParallelFor& parallel_for) {
     NormalizeAll<float>(n, parallel_for);
   else
     NormalizeAll<BFloat16>(n, parallel_for);
+}
+
+// silu(gate) * up (Shazeer, 2020) in float32.
+template <class T>
+void GateAll(const Gates& g, const ParallelFor& parallel_for) {
+  const T* gate = static_cast<const T*>(g.gate);
+  const T* up = static_cast<const T*>(g.up);
+  T* y = static_cast<T*>(g.y);
+  parallel_for((g.count + kElementsTogether - 1) / kElementsTogether, [&](int64_t i) {
+    const int64_t end = std::min((i + 1) * kElementsTogether, g.count);
+    for (int64_t j = i * kElementsTogether; j < end; j += kLanes) {
+      const int count = std::min<int64_t>(kLanes, end - j);
+      const Floats x = LoadFloats(gate + j, count);
+      StoreFloats(y + j, x / (Exp(-x) + 1.0f) * LoadFloats(up + j, count), count);
+    }
+  });
+}
+
+inline void Gate(const Gates& g, const ParallelFor& parallel_for) {
+  if (g.type == Type::kFloat32)
+    GateAll<float>(g, parallel_for);
+  else
+    GateAll<BFloat16>(g, parallel_for);
 }
 
 }  // namespace jaxkv
