@@ -94,27 +94,52 @@ class Ahead {
 };
 
 template <class T>
-inline Floats LoadPart(const T* line, int64_t first, int64_t head_dim) {
-  if (first + kLanes <= head_dim) return LoadFloats(line + first);
-  return LoadFloats(line + first, head_dim - first);
+inline Floats LoadPart(const T* line, int64_t first, int64_t length) {
+  if (first + kLanes <= length) return LoadFloats(line + first);
+  return LoadFloats(line + first, length - first);
 }
 
-// Reads a tile's keys, lanes being keys; where it has none there are zeros.
-template <class T>
-void ReadKeys(const T* head, const TileLines& lines, int64_t head_dim, Ahead<T> ahead,
+// How queries are multiplied with keys: element by element, in float32,
+template <class Q, class T>
+struct ByElements {
+  using Query = Q;
+  using Key = T;
+  static constexpr int kElements = 1;
+  static Floats Add(Floats sum, float query, Floats key) {
+    return sum + Broadcast(query) * key;
+  }
+};
+
+#if defined(__AVX512BF16__)
+// or by pairs of bfloat16 elements, each pair in the place of a float32.
+struct ByPairs {
+  using Query = float;
+  using Key = float;
+  static constexpr int kElements = 2;
+  static Floats Add(Floats sum, float query, Floats key) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, std::bit_cast<__m512bh>(Broadcast(query)),
+                                    std::bit_cast<__m512bh>(key));
+  }
+};
+#endif
+
+// Reads a tile's keys, of `length` elements or pairs of type Key each, lanes being keys;
+// where the tile has none there are zeros.
+template <class Key, class T>
+void ReadKeys(const T* head, const TileLines& lines, int64_t length, Ahead<T> ahead,
               AttentionScratch& s) {
   for (int64_t key = 0; key < kTileKeys; key += kLanes) {
     const int64_t* line = lines.line + key;
     const int num_lines = std::clamp<int64_t>(lines.count - key, 0, kLanes);
     for (int i = 0; i < num_lines; ++i) ahead.Fetch();
-    for (int64_t dim = 0; dim < s.dims; dim += kLanes) {
+    auto of_line = [&](int i) { return reinterpret_cast<const Key*>(head + line[i]); };
+    for (int64_t dim = 0; dim < length; dim += kLanes) {
       Floats rows[kLanes] = {};
-      if (num_lines == kLanes && dim + kLanes <= head_dim) {
+      if (num_lines == kLanes && dim + kLanes <= length) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) rows[i] = LoadFloats(head + line[i] + dim);
+        for (int i = 0; i < kLanes; ++i) rows[i] = LoadFloats(of_line(i) + dim);
       } else {
-        for (int i = 0; i < num_lines; ++i)
-          rows[i] = LoadPart(head + line[i], dim, head_dim);
+        for (int i = 0; i < num_lines; ++i) rows[i] = LoadPart(of_line(i), dim, length);
       }
       Transpose(rows);
 #pragma GCC unroll 16
@@ -137,18 +162,18 @@ void ReadValues(const T* head, const TileLines& lines, int64_t head_dim, Ahead<T
 
 // scores[i, key] = sum of q[i, dim] * keys[dim, key] for kM queries and kN vectors of
 // keys.
-template <int kM, int kN>
-inline void Score(const float* q, int64_t head_dim, const float* keys, float* scores) {
+template <int kM, int kN, class S>
+inline void Score(const float* q, int64_t length, const float* keys, float* scores) {
   Floats sums[kM][kN] = {};
-  for (int64_t dim = 0; dim < head_dim; ++dim) {
+  for (int64_t dim = 0; dim < length; ++dim) {
     Floats key[kN];
 #pragma GCC unroll 8
     for (int j = 0; j < kN; ++j) key[j] = LoadFloats(keys + dim * kTileKeys + j * kLanes);
 #pragma GCC unroll 8
     for (int i = 0; i < kM; ++i) {
-      Floats factor = Broadcast(q[i * head_dim + dim]);
 #pragma GCC unroll 8
-      for (int j = 0; j < kN; ++j) sums[i][j] += factor * key[j];
+      for (int j = 0; j < kN; ++j)
+        sums[i][j] = S::Add(sums[i][j], q[i * length + dim], key[j]);
     }
   }
 #pragma GCC unroll 8
@@ -267,8 +292,9 @@ struct TaskKeys {
 };
 
 // Computes a task's outputs. At its end it fetches the first keys of the one after it.
-template <class Q, class T>
+template <class Q, class T, class S>
 void DoTask(const Attention& a, const AttentionTask& task, const AttentionTask* after) {
+  const int64_t length = a.head_dim / S::kElements;
   const int64_t group = a.q_heads / a.kv_heads;
   const int64_t queries = task.num_queries * group;  // of all heads, query by query
   const int64_t first_token = a.cu_q_lens[task.row] + task.first_query;
@@ -281,8 +307,10 @@ void DoTask(const Attention& a, const AttentionTask& task, const AttentionTask* 
   AttentionScratch s(queries, a.head_dim);
   for (int64_t i = 0; i < queries; ++i) {
     const Q* q = of_token(static_cast<const Q*>(a.q), i, a.head_dim);
-    for (int64_t dim = 0; dim < a.head_dim; ++dim)
-      s.q[i * a.head_dim + dim] = ToFloat(q[dim]);
+    for (int64_t dim = 0; dim < length; ++dim) {
+      auto element = reinterpret_cast<const typename S::Query*>(q)[dim];
+      s.q[i * length + dim] = ToFloat(element);
+    }
   }
 
   auto of_head = [&](const void* blocks, const AttentionTask& task) {
@@ -304,12 +332,12 @@ void DoTask(const Attention& a, const AttentionTask& task, const AttentionTask* 
     } else {
       next.count = 0;
     }
-    ReadKeys(keys, lines, a.head_dim,
-             Ahead<T>(of_head(a.k, *next_task), next, a.head_dim), s);
+    ReadKeys<typename S::Key>(keys, lines, length,
+                              Ahead<T>(of_head(a.k, *next_task), next, a.head_dim), s);
     ForQueries(queries, [&](int64_t i, auto together) {
       ForVectors(kTileVectors, [&](int64_t key, auto abreast) {
-        Score<together, abreast>(&s.q[i * a.head_dim], a.head_dim, &s.keys[key],
-                                 &s.weights[i * kTileKeys + key]);
+        Score<together, abreast, S>(&s.q[i * length], length, &s.keys[key],
+                                    &s.weights[i * kTileKeys + key]);
       });
     });
     for (int64_t i = 0; i < queries; ++i) {
@@ -352,8 +380,8 @@ void DoTask(const Attention& a, const AttentionTask& task, const AttentionTask* 
   }
 }
 
-template <class Q, class T>
-void AttendTyped(const Attention& a, const ParallelFor& parallel_for) {
+template <class Q, class T, class S>
+void AttendBy(const Attention& a, const ParallelFor& parallel_for) {
   std::vector<AttentionTask> tasks;
   for (int64_t row = 0; row < a.rows; ++row) {
     const int64_t q_len = a.cu_q_lens[row + 1] - a.cu_q_lens[row];
@@ -371,8 +399,18 @@ void AttendTyped(const Attention& a, const ParallelFor& parallel_for) {
   const int64_t run = std::clamp<int64_t>(count / kRuns, 1, kLongestRun);
   parallel_for((count + run - 1) / run, [&](int64_t i) {
     for (int64_t j = i * run; j < std::min((i + 1) * run, count); ++j)
-      DoTask<Q, T>(a, tasks[j], j + 1 < count ? &tasks[j + 1] : nullptr);
+      DoTask<Q, T, S>(a, tasks[j], j + 1 < count ? &tasks[j + 1] : nullptr);
   });
+}
+
+template <class Q, class T>
+void AttendTyped(const Attention& a, const ParallelFor& parallel_for) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<Q, BFloat16> && std::is_same_v<T, BFloat16>) {
+    if (a.head_dim % 2 == 0) return AttendBy<Q, T, ByPairs>(a, parallel_for);
+  }
+#endif
+  AttendBy<Q, T, ByElements<Q, T>>(a, parallel_for);
 }
 
 template <class Q>

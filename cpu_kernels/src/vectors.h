@@ -80,7 +80,7 @@ inline void StoreFloats(T* to, Floats vector, int count) {
   std::memcpy(to, padded, count * sizeof(T));
 }
 
-inline Floats Broadcast(float value) { return Floats{} + value; }
+inline Floats Broadcast(float value) { return value - Floats{}; }
 
 inline float ToFloat(float value) { return value; }
 
