@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import cpu_kernels
 from jaxkv import KVCache, LayerKV, paged_attention, write_kv
 from jaxkv.device import attention as attention_module
 from pallas_kernels import target
@@ -33,7 +34,17 @@ WORKLOADS = [
     Workload(rows=((1, 33), (6, 9)), q_heads=2, kv_heads=2, head_dim=80),
     Workload(rows=((9, 9), (1, 6)), q_heads=8, kv_heads=1, head_dim=6, block_size=1),
 ]
-IMPLEMENTATIONS = ["xla", "cpu", "reference"]
+LOW_BIT_IMPLEMENTATIONS = ["xla", "reference"]
+IMPLEMENTATIONS = [
+    *LOW_BIT_IMPLEMENTATIONS,
+    pytest.param(
+        "cpu",
+        marks=pytest.mark.skipif(
+            not cpu_kernels.supported_instruction_sets(),
+            reason="no kernels for this machine, or none compiled",
+        ),
+    ),
+]
 
 
 def run(case, implementation="xla", **options):
@@ -62,19 +73,27 @@ def test_equals_dense_softmax_and_ignores_what_unused_slots_hold(
     np.testing.assert_allclose(lse, expected_lse, atol=TOLERANCE["float32"], rtol=0)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("unused", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kv_len", [1, 7, 8, 9])
-def test_a_pool_of_nan_or_inf_gives_the_bits_of_a_pool_of_zeros(kv_len, unused):
+def test_a_pool_of_nan_or_inf_gives_the_bits_of_a_pool_of_zeros(
+    kv_len, unused, implementation
+):
     workload = Workload(rows=((1, kv_len), (min(3, kv_len), kv_len)))
-    dirty, _ = run(random_paged_case(workload, unused=unused))
-    clean, _ = run(random_paged_case(workload, unused=0.0))
+    dirty, _ = run(random_paged_case(workload, unused=unused), implementation)
+    clean, _ = run(random_paged_case(workload, unused=0.0), implementation)
     np.testing.assert_array_equal(dirty, clean)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_low_precision_caches_are_read_as_stored(dtype):
+def test_low_precision_caches_are_read_as_stored(dtype, implementation):
     case = random_paged_case(WORKLOADS[4], dtype=dtype)
-    out, _ = run(case)
+    if (dtype, implementation) == ("float16", "cpu"):
+        with pytest.raises(NotImplementedError, match="attention over float16"):
+            run(case, implementation)
+        return
+    out, _ = run(case, implementation)
     # The keys in the case are already rounded, so float32's tolerance holds.
     expected, _ = dense_attention(case)
     np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"], rtol=0)
@@ -100,7 +119,7 @@ def test_the_reference_reads_low_bit_caches_too(kv_cache_dtype):
     check_low_bit(low_bit_paged_case(LOW_BIT_WORKLOADS[2], kv_cache_dtype), "reference")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", LOW_BIT_IMPLEMENTATIONS)
 @pytest.mark.parametrize("kv_cache_dtype", ["int4", "int4_asymmetric:int8"])
 def test_rotated_keys_and_values_are_read_as_stored(kv_cache_dtype, implementation):
     case = low_bit_paged_case(LOW_BIT_WORKLOADS[2], kv_cache_dtype, rotation=True)
@@ -115,7 +134,7 @@ def check_low_bit(case, implementation):
     np.testing.assert_allclose(lse, expected_lse, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", LOW_BIT_IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "rotation"),
@@ -248,13 +267,16 @@ def plant(case, fault):
     return case.q, case.cache, changed
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "fault", ["keys for values", "last key left out", "two blocks swapped"]
 )
-def test_the_comparison_sees(fault):
+def test_the_comparison_sees(fault, implementation):
     case = random_paged_case(Workload(rows=((1, 12), (4, 21))), unused=0.0)
     q, cache, arguments = plant(case, fault)
-    out = paged_attention(jnp.asarray(q), cache, 0, **arguments)
+    out = paged_attention(
+        jnp.asarray(q), cache, 0, implementation=implementation, **arguments
+    )
     expected, _ = dense_attention(case)
     assert np.abs(np.asarray(out) - expected).max() > 100 * TOLERANCE["float32"]
 
