@@ -1,4 +1,5 @@
 // What XLA calls. Compiled once for each instruction set, into a library of its own.
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <memory>
@@ -144,6 +145,7 @@ ffi::Error AttendImpl(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
                       int64_t window, float soft_cap) {
   auto q_dims = q.dimensions(), k_dims = k.dimensions();
   auto q_type = TypeOf(q), kv_type = TypeOf(k);
+  if (k.element_count() == 0) return Refuse("an empty pool");
   if (!q_type || !kv_type || TypeOf(v) != kv_type || TypeOf(*out) != q_type)
     return Refuse("types");
   if (q_dims.size() != 3 || k_dims.size() != 4 || k_dims != v.dimensions() ||
@@ -152,6 +154,10 @@ ffi::Error AttendImpl(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
   int64_t rows = block_tables.dimensions()[0];
   if (kv_lens.dimensions()[0] != rows || cu_q_lens.dimensions()[0] != rows + 1)
     return Refuse("rows");
+  // Else a wrong one would be written through.
+  std::vector<int32_t> starts(rows + 1);
+  for (int64_t i = 0; i <= rows; ++i)
+    starts[i] = std::clamp<int64_t>(cu_q_lens.typed_data()[i], 0, q_dims[0]);
   Attention a = {};
   a.q = q.untyped_data();
   a.q_type = *q_type;
@@ -160,7 +166,7 @@ ffi::Error AttendImpl(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
   a.kv_type = *kv_type;
   a.block_tables = block_tables.typed_data();
   a.kv_lens = kv_lens.typed_data();
-  a.cu_q_lens = cu_q_lens.typed_data();
+  a.cu_q_lens = starts.data();
   a.out = out->untyped_data();
   a.lse = lse->typed_data();
   a.tokens = q_dims[0];

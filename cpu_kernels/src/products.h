@@ -147,7 +147,7 @@ void MultiplyBlock(int64_t tokens, int64_t outs, const X* x, const W* w, int64_t
 template <class X, class W, class Y>
 void MultiplyAll(const X* x, const Products& p, const ParallelFor& parallel_for) {
   auto fit = [&](int64_t bytes, int64_t size, int64_t tile) {
-    return std::max<int64_t>(bytes / (p.in_dim * size) / tile, 1) * tile;
+    return std::max<int64_t>(bytes / std::max(p.in_dim * size, size) / tile, 1) * tile;
   };
   const int64_t block = std::min(fit(kBlockBytes, sizeof(X), kTileTokens), kBlockTokens);
   const int64_t chunk = fit(kChunkBytes, sizeof(W), kTileOut);

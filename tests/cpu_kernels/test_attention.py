@@ -335,6 +335,26 @@ def test_a_kv_len_past_the_table_does_not_crash(instruction_set, kv_len):
     same_bits([a[3:] for a in results], [a[3:] for a in expected])
 
 
+@pytest.mark.parametrize("starts", [(0, 5), (0, 10**6), (0, -5), (-3, 2), (-9, -8)])
+def test_cu_q_lens_outside_the_tokens_do_not_crash(instruction_set, starts):
+    """They are clamped: an output outside the array must not be written."""
+    case = random_paged_case(Workload(rows=((2, 9),)))
+    arrays = (*case.cache.layers[0], case.block_tables, case.kv_lens)
+    results, expected = (
+        attend(case.q, *arrays, ends, instruction_set=instruction_set)
+        for ends in (starts, np.clip(starts, 0, 2))
+    )
+    same_bits(results, expected)
+
+
+def test_an_empty_pool_is_refused(instruction_set):
+    case = random_paged_case(Workload(rows=((2, 9),)))
+    empty = case.cache.layers[0].k[:0]
+    rows = (case.block_tables, case.kv_lens, case.cu_q_lens)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="an empty pool"):
+        attend(case.q, empty, empty, *rows, instruction_set=instruction_set)
+
+
 def test_no_rows_and_no_tokens(instruction_set):
     case = random_paged_case(Workload(rows=((1, 5),)))
     k, v = case.cache.layers[0]

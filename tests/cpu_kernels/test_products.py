@@ -83,8 +83,11 @@ def test_results_are_rounded_to_the_nearest_even(instruction_set):
     upper = rng.integers(0x0080, 0x7F80, 4096)  # normal numbers; FTZ hides the others
     upper = np.concatenate([upper, upper | 0x8000, [0x7F7F, 0xFF7F]])
     lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-    bits = (upper[:, None] << 16 | lower).astype(np.uint32).reshape(-1, 1)
-    x = np.concatenate([bits.view(np.float32), [[np.inf], [-np.inf], [np.nan]]])
+    bits = (upper[:, None] << 16 | lower).astype(np.uint32)
+    # Infinities, and NaN of which the last two would be rounded up to zeros.
+    special = [0x7F800000, 0xFF800000, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF]
+    bits = np.concatenate([bits.ravel(), np.array(special, np.uint32)])
+    x = bits.view(np.float32)[:, None]
     w = np.ones((1, 1), np.float32)
     for left, right in ((x, w), (w, x)):
         (y,) = multiply(
@@ -103,6 +106,8 @@ def test_an_empty_product(instruction_set, dtype):
     assert (empty.shape, full.shape) == ((3, 0), (3, 7))
     (y,) = multiply(x[:0], w, instruction_set=instruction_set)
     assert y.shape == (0, 7)
+    (y,) = multiply(x[:, :0], w[:, :0], instruction_set=instruction_set)
+    np.testing.assert_array_equal(y, np.zeros((3, 7), y.dtype))
     assert multiply(x, instruction_set=instruction_set) == ()
 
 
