@@ -13,7 +13,7 @@ import pytest
 import cpu_kernels
 from cpu_kernels import library
 from jaxkv import paged_attention
-from jaxkv.device import attention, products
+from jaxkv.device import attention, dense
 from tests.helpers import (
     TOLERANCE,
     Workload,
@@ -35,7 +35,7 @@ def pretend(monkeypatch, tmp_path):
         monkeypatch.setattr(library, "_FOLDER", tmp_path)
         monkeypatch.setattr(library, "_cpu_features", lambda: frozenset(features))
         library.load.cache_clear()
-        products._log_once.cache_clear()
+        dense._log_once.cache_clear()
         attention._log_once.cache_clear()
 
     yield choose
@@ -73,21 +73,25 @@ def test_without_kernels_xla_computes_and_one_line_says_so(
     with pytest.raises(NotImplementedError, match=message):
         cpu_kernels.multiply(x, w)
     with pytest.raises(NotImplementedError, match=message):
+        cpu_kernels.rms_norm(w, x[0], eps=0.0)
+    with pytest.raises(NotImplementedError, match=message):
         cpu_kernels.paged_attention(*arrays, scale=1.0)
 
     @jax.jit
     def compute(x, w, q, cache, arguments):
-        y = products.multiply(x, w) + products.multiply(x, w, result_dtype="float32")
+        y = dense.multiply(x, w) + dense.multiply(x, w, result_dtype="float32")
+        y += (dense.rms_norm(w, x[0], eps=0.0),)
         return y, paged_attention(q, cache, 0, **arguments)
 
     ys, out = compute(x, w, jnp.asarray(case.q), case.cache, case.arguments())
     compute.lower(x[:1], w, jnp.asarray(case.q), case.cache, case.arguments())
-    for y in ys:
-        np.testing.assert_array_equal(y, np.full((2, 3), 4))
+    for y, expected in zip(ys, (4, 4, 1), strict=True):
+        np.testing.assert_array_equal(y, np.full(y.shape, expected))
     expected, _ = dense_attention(case)
     np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"], rtol=0)
     assert [record.getMessage() for record in caplog.records] == [
-        f"products: cpu_kernels cannot do this: {message}",
+        f"multiply: cpu_kernels cannot do this: {message}",
+        f"rms_norm: cpu_kernels cannot do this: {message}",
         f"paged_attention: cpu cannot do this: {message}",
     ]
 

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import cpu_kernels
-from jaxkv.device import products
+from jaxkv.device import dense
 
 DTYPES = ["float32", "bfloat16"]
 # On both sides of every tile: 3 or 4 tokens, 4 or 6 outputs, 8, 16 or 32 elements;
@@ -134,6 +134,32 @@ def test_a_token_gets_the_same_bits_among_any_others(instruction_set, in_dim, dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3, 6, 37])
+def test_tokens_of_zeros_give_zeros_wherever_they_are(instruction_set, tokens, dtype):
+    """Those behind all others are not computed, whatever the weight holds."""
+    x, w = random_integers(0, tokens, 19), random_integers(1, 13, 19)
+    x[:, 0] = 1
+    bad = w.copy()
+    bad[5] = np.nan
+    for kept in {0, 1, tokens // 2, tokens}:
+        zeros = x.copy()
+        zeros[kept:] = 0
+        zeros[kept // 2] = 0
+        zeros[1:2] = 0
+        y, y_bad = multiply(
+            *(jnp.asarray(a, dtype) for a in (zeros, w, bad)),
+            result_dtype="float32",
+            instruction_set=instruction_set,
+        )
+        np.testing.assert_array_equal(y, zeros @ w.T)
+        last = max(np.flatnonzero(zeros.any(axis=1)), default=-1)
+        np.testing.assert_array_equal(y_bad[last + 1 :], 0)
+        np.testing.assert_array_equal(y_bad[: last + 1, 5], np.nan)
+        good = np.delete(np.arange(13), 5)
+        np.testing.assert_array_equal(y_bad[:, good], y[:, good])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_stay_with_their_token_and_output(
     instruction_set, value, dtype
@@ -165,14 +191,14 @@ def test_other_dtypes_are_refused():
 
 
 def test_float16_products_are_those_of_xla(caplog):
-    products._log_once.cache_clear()
+    dense._log_once.cache_clear()
     x, w = (jnp.asarray(random_integers(i, i, 5), "float16") for i in (2, 3))
     for _ in range(2):
-        (y,) = products.multiply(x, w)
+        (y,) = dense.multiply(x, w)
         assert y.dtype == "float16"
         np.testing.assert_array_equal(y, np.asarray(x) @ np.asarray(w).T)
     assert [record.getMessage() for record in caplog.records] == [
-        "products: cpu_kernels cannot do this: products of float16"
+        "multiply: cpu_kernels cannot do this: products of float16"
     ]
 
 
