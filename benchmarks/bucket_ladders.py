@@ -15,7 +15,6 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,10 +23,8 @@ import numpy as np
 
 from benchmarks.engine import TRACE, sampling_params
 from jaxkv import Engine, EngineConfig
-from jaxkv.engine.batch import Bucket, make_buckets
+from jaxkv.engine.batch import Bucket, Ladder, few_buckets, make_buckets
 from jaxkv.engine.checkpoint import load_config, load_params
-
-Ladder = Callable[[int, int], tuple[Bucket, ...]]
 
 
 def powers(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
@@ -55,7 +52,12 @@ def fine(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
     return tuple(sorted(every, key=lambda bucket: (bucket.tokens, bucket.rows)))
 
 
-LADDERS: dict[str, Ladder] = {"powers": powers, "default": make_buckets, "fine": fine}
+LADDERS: dict[str, Ladder] = {
+    "few": few_buckets,
+    "powers": powers,
+    "default": make_buckets,
+    "fine": fine,
+}
 
 
 def main() -> None:
@@ -75,7 +77,9 @@ def main() -> None:
     )
     engines = {}
     for name, ladder in LADDERS.items():
-        with mock.patch("jaxkv.engine.engine.make_buckets", ladder):
+        with mock.patch.multiple(
+            "jaxkv.engine.engine", few_buckets=ladder, make_buckets=ladder
+        ):
             engines[name] = Engine.from_params(params, model_config, config)
     rates: dict[str, list[float]] = {name: [] for name in engines}
     padding, tokens = {}, {}

@@ -4,6 +4,7 @@ Imports nothing of jaxkv. XLA calls the kernels through its foreign function int
 """
 
 from cpu_kernels.entry import (
+    is_available,
     multiply,
     multiply_reference,
     paged_attention,
@@ -16,6 +17,7 @@ from cpu_kernels.library import INSTRUCTION_SETS, supported_instruction_sets
 
 __all__ = [
     "INSTRUCTION_SETS",
+    "is_available",
     "multiply",
     "multiply_reference",
     "paged_attention",

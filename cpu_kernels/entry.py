@@ -8,9 +8,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from cpu_kernels.library import load
+from cpu_kernels.library import load, supported_instruction_sets
 
 _DTYPES = ("float32", "bfloat16")
+
+
+def is_available(dtype: str) -> bool:
+    """Whether this machine has kernels for arrays of a dtype."""
+    return dtype in _DTYPES and bool(supported_instruction_sets())
 
 
 def multiply(

@@ -60,7 +60,7 @@ class SmolLM2:
             self.cache_config,
             make_builder(self.limits(CONFIG), CONFIG),
             num_token_ids=self.config.vocab_size,
-            attention_implementation="xla",
+            attention_implementation="auto",
         )
 
     def engine(self, **changes):

@@ -18,6 +18,13 @@ from pallas_kernels import target_device
 _LOGGER = logging.getLogger(__name__)
 
 
+def skips_padding(dtype: str) -> bool:
+    """Whether products of padding, which is zeros, are not computed."""
+    if target_device().platform != "cpu":
+        return False
+    return cpu_kernels.is_available(dtype)
+
+
 def multiply(
     x: Float[Array, "tokens in_dim"],
     *weights: Float[Array, "_ in_dim"],

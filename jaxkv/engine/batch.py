@@ -30,6 +30,10 @@ class Bucket(NamedTuple):
     tokens: int
 
 
+Ladder = Callable[[int, int], tuple[Bucket, ...]]
+"""(max_num_seqs, max_num_batched_tokens) -> the shapes to compile, small ones first."""
+
+
 def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
     """List the shapes that steps are padded to: by tokens, then by rows.
 
@@ -59,6 +63,25 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket
         tokens = 1 << tokens.bit_length()
         buckets.append(Bucket(rows, tokens))
     return tuple(sorted(buckets, key=lambda bucket: (bucket.tokens, bucket.rows)))
+
+
+def few_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
+    """List few shapes, for where padding costs little: see `dense.skips_padding`.
+
+    - As many tokens as rows: 1, 8, 64, ... and max_num_seqs.
+    - max_num_seqs rows and more tokens, by powers of two.
+    """
+    rows = 1
+    buckets = []
+    while rows < max_num_seqs:
+        buckets.append(Bucket(rows, rows))
+        rows *= 8
+    tokens = max_num_seqs
+    buckets.append(Bucket(max_num_seqs, tokens))
+    while tokens < max_num_batched_tokens:
+        tokens = 1 << tokens.bit_length()
+        buckets.append(Bucket(max_num_seqs, tokens))
+    return tuple(buckets)
 
 
 class NewRows(NamedTuple):

@@ -17,10 +17,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv.config import NULL_BLOCK, CacheConfig, EngineConfig, ModelConfig
+from jaxkv.device.dense import skips_padding
 from jaxkv.device.llama import Params
 from jaxkv.device.sampling import Logprobs
 from jaxkv.device.step import StepOutput
-from jaxkv.engine.batch import BatchBuilder, make_buckets, wants_prompt_logprobs
+from jaxkv.engine.batch import (
+    BatchBuilder,
+    Ladder,
+    few_buckets,
+    make_buckets,
+    wants_prompt_logprobs,
+)
 from jaxkv.engine.beams import BeamRecord
 from jaxkv.engine.block_debug import BlockDebugger
 from jaxkv.engine.calibration import measure_prefill_rate, measure_swap_bandwidth
@@ -175,7 +182,8 @@ class Engine:
             kv_bytes_per_token=cache_config.bytes_per_token,
             block_root=cache_config.block_root,
         )
-        builder = make_builder(limits, config)
+        ladder = few_buckets if skips_padding(model_config.dtype) else make_buckets
+        builder = make_builder(limits, config, ladder)
         runner = ModelRunner(
             params,
             model_config,
@@ -554,10 +562,12 @@ class Engine:
             self._keys.pop(child.request_id, None)
 
 
-def make_builder(limits: EngineLimits, config: EngineConfig) -> BatchBuilder:
-    """Return what makes the batches of an engine."""
+def make_builder(
+    limits: EngineLimits, config: EngineConfig, ladder: Ladder = make_buckets
+) -> BatchBuilder:
+    """Return what makes the batches of an engine, of the shapes that `ladder` lists."""
     return BatchBuilder(
-        buckets=make_buckets(config.max_num_seqs, config.max_num_batched_tokens),
+        buckets=ladder(config.max_num_seqs, config.max_num_batched_tokens),
         block_size=config.block_size,
         num_blocks=limits.num_blocks,
         max_num_seqs=config.max_num_seqs,

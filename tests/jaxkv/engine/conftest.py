@@ -49,7 +49,7 @@ class TinyModel:
             ),
             make_builder(self.limits(largest), largest),
             num_token_ids=self.config.vocab_size,
-            attention_implementation="xla",
+            attention_implementation="auto",
         )
 
     def engine(self, tokenizer=None, eos_token_ids=None, **changes):

@@ -135,7 +135,7 @@ def make_runner(config, cache):
         config,
         builder,
         num_token_ids=128,
-        attention_implementation="xla",
+        attention_implementation="auto",
     )
     runner._cache = cache
     return runner
