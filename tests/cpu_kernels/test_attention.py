@@ -176,7 +176,7 @@ def test_a_query_gets_the_same_bits_among_any_others(
         **options,
     )
     # Alone in the call.
-    for token in (0, tokens // 2, tokens - 1):
+    for token in (0, tokens - 1):
         results = attend(
             q[token : token + 1],
             k,
@@ -188,7 +188,7 @@ def test_a_query_gets_the_same_bits_among_any_others(
         )
         same_bits(results, (out[[token]], lse[[token]]))
     # In prefill, whole and in parts, beside a row of another length.
-    for size in (tokens, 1, 3, 7, 16, 17):
+    for size in (tokens, 3, 7, 17):
         ends = [*range(size, tokens, size), tokens]
         q_lens = np.diff([0, *ends])
         results = attend(

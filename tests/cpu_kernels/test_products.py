@@ -112,7 +112,7 @@ def test_an_empty_product(instruction_set, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("in_dim", [17, 576, 4097])
+@pytest.mark.parametrize("in_dim", [17, 1537])
 def test_a_token_gets_the_same_bits_among_any_others(instruction_set, in_dim, dtype):
     kernel = functools.partial(
         cpu_kernels.multiply, result_dtype="float32", instruction_set=instruction_set
@@ -122,7 +122,7 @@ def test_a_token_gets_the_same_bits_among_any_others(instruction_set, in_dim, dt
     ws = [jnp.asarray(random_floats(n, n, in_dim), dtype) for n in (7, 38)]
     one_by_one = jax.jit(lambda x: jax.lax.map(lambda x: kernel(x[None], *ws), x))
     alone = [np.asarray(y)[:, 0] for y in one_by_one(x)]
-    for first, tokens in ((3, 2), (1, 3), (5, 4), (2, 5), (0, 7), (6, 33), (0, 40)):
+    for first, tokens in ((3, 2), (1, 3), (2, 5), (0, 40)):
         among = call(x[first : first + tokens], *ws)
         for y, expected in zip(among, alone, strict=True):
             np.testing.assert_array_equal(y, expected[first : first + tokens])
@@ -141,7 +141,7 @@ def test_tokens_of_zeros_give_zeros_wherever_they_are(instruction_set, tokens, d
     x[:, 0] = 1
     bad = w.copy()
     bad[5] = np.nan
-    for kept in {0, 1, tokens // 2, tokens}:
+    for kept in {0, tokens // 2, tokens}:
         zeros = x.copy()
         zeros[kept:] = 0
         zeros[kept // 2] = 0
@@ -170,14 +170,12 @@ def test_nan_and_infinity_stay_with_their_token_and_output(
         bad_x[4, place], bad_w[7, place] = value, value
         expected[4], expected[:, 7] = value, value
         expected[4, 7] = abs(value)
-        for result_dtype in DTYPES:
-            (y,) = multiply(
-                jnp.asarray(bad_x, dtype),
-                jnp.asarray(bad_w, dtype),
-                result_dtype=result_dtype,
-                instruction_set=instruction_set,
-            )
-            np.testing.assert_array_equal(y.astype(np.float32), expected)
+        (y,) = multiply(
+            jnp.asarray(bad_x, dtype),
+            jnp.asarray(bad_w, dtype),
+            instruction_set=instruction_set,
+        )
+        np.testing.assert_array_equal(y.astype(np.float32), expected)
 
 
 def test_other_dtypes_are_refused():
@@ -222,19 +220,18 @@ def scalar(multiply):
     return function
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("derivative", ["gradient", "tangent", "second"])
-def test_derivatives_are_those_of_dot_general(derivative, wrap):
+def test_derivatives_are_those_of_dot_general(derivative):
     x, ws = integers()
     tangents = jax.tree.map(lambda a: a[::-1], (x, ws))
 
     def of(multiply):
         function = scalar(multiply)
         if derivative == "gradient":
-            return wrap(jax.value_and_grad(function, argnums=(0, 1)))(x, ws)
+            return jax.jit(jax.value_and_grad(function, argnums=(0, 1)))(x, ws)
         if derivative == "tangent":
-            return wrap(lambda x, ws: jax.jvp(function, (x, ws), tangents))(x, ws)
-        return wrap(jax.hessian(function))(x, ws)
+            return jax.jit(lambda x, ws: jax.jvp(function, (x, ws), tangents))(x, ws)
+        return jax.jit(jax.hessian(function))(x, ws)
 
     results, expected = of(cpu_kernels.multiply), of(dot_general)
     jax.tree.map(np.testing.assert_array_equal, results, expected)
