@@ -377,6 +377,30 @@ def test_large_scores_do_not_overflow(instruction_set):
     np.testing.assert_allclose(out, expected_out, atol=1e-2)
 
 
+def test_weights_are_within_a_few_units_in_the_last_place(instruction_set):
+    """Each query weighs a key of score 0 and value 0 with one of `score` and 1."""
+    score = np.append(np.linspace(-87, 0, 3000, dtype=np.float32), [-88, -1000])
+    q = np.zeros((len(score), 1, 8), np.float32)
+    q[:, 0, 0] = score
+    k = np.zeros((2, 1, 2, 8), np.float32)
+    k[1, 0, 1, 0] = 1
+    out, lse = attend(
+        q,
+        k,
+        k,
+        np.ones((len(score), 1)),
+        np.full(len(score), 2),
+        np.arange(len(score) + 1),
+        scale=1.0,
+        instruction_set=instruction_set,
+    )
+    weight = np.where(score < -87.3, 0, np.exp(score.astype(np.float64)))
+    # 2 units of the exponential, one of the sum and one of the quotient.
+    expected = weight / (1 + weight)
+    np.testing.assert_allclose(out[:, 0, 0], expected, rtol=4 * 2.0**-23)
+    np.testing.assert_allclose(lse[:, 0], np.log1p(weight), atol=4 * 2.0**-23)
+
+
 def test_vmap_attends_for_each(instruction_set):
     case = random_paged_case(Workload(rows=((3, 20), (1, 9))))
     q = jnp.stack([case.q, -case.q, case.q[::-1]])
