@@ -62,7 +62,9 @@ void GateAll(const Gates& g, const ParallelFor& parallel_for) {
     for (int64_t j = i * kElementsTogether; j < end; j += kLanes) {
       const int count = std::min<int64_t>(kLanes, end - j);
       const Floats x = LoadFloats(gate + j, count);
-      StoreFloats(y + j, x / (Exp(-x) + 1.0f) * LoadFloats(up + j, count), count);
+      // Exp ends at 88; what is divided by it would grow again.
+      const Floats silu = Select(x < -88.0f, Floats{}, x / (Exp(-x) + 1.0f));
+      StoreFloats(y + j, silu * LoadFloats(up + j, count), count);
     }
   });
 }

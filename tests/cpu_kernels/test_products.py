@@ -272,6 +272,20 @@ def test_gradients_of_bfloat16_products_are_bfloat16():
     np.testing.assert_array_equal(gradient.astype("float32"), expected)
 
 
+def test_denormals_are_the_same_on_every_thread(instruction_set):
+    """XLA's threads take them for zeros, and so must those that help."""
+    x = jnp.full((5, 40), 1e-20)
+    for dtype in DTYPES:
+        for w in (jnp.full((9000, 40), 1e-20), jnp.full((9000, 40), 1e-39)):
+            (y,) = multiply(
+                x.astype(dtype),
+                w.astype(dtype),
+                result_dtype="float32",
+                instruction_set=instruction_set,
+            )
+            assert len(np.unique(y.view("uint32"))) == 1
+
+
 def test_many_products_at_once_neither_wait_for_ever_nor_mix():
     """XLA runs what does not depend on each other at the same time, on one pool."""
     count = 40

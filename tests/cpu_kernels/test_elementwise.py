@@ -29,7 +29,7 @@ def vectors(count, dim, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", DIMS)
-def test_equals_float64(instruction_set, dim, dtype):
+def test_norms_equal_float64(instruction_set, dim, dtype):
     x, weight = vectors(7, dim, dtype)
     eps = 0.5 if dim % 2 else 1e-5
     y = rms_norm(x, weight, eps, instruction_set=instruction_set)
@@ -44,7 +44,7 @@ def test_equals_float64(instruction_set, dim, dtype):
     assert (error <= bound * np.abs(normed * weight)).all()
 
 
-def test_it_is_rounded_before_the_weight(instruction_set):
+def test_norms_are_rounded_before_the_weight(instruction_set):
     x, weight = vectors(7, 576, "bfloat16")
     y = rms_norm(x, weight, instruction_set=instruction_set)
     ones = jnp.ones_like(weight)
@@ -82,7 +82,7 @@ def test_no_vectors(instruction_set):
 
 
 @pytest.mark.parametrize("shape", [(6, 19), (2, 3, 19)])
-def test_derivatives_and_vmap_are_those_of_the_reference(shape):
+def test_derivatives_and_vmap_of_norms_are_those_of_the_reference(shape):
     x, weight = jnp.asarray(random_floats(0, *shape)), jnp.asarray(random_floats(1, 19))
 
     def of(norm):
@@ -101,7 +101,7 @@ def test_derivatives_and_vmap_are_those_of_the_reference(shape):
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_other_dtypes_are_those_of_the_reference(caplog):
+def test_norms_of_other_dtypes_are_those_of_the_reference(caplog):
     dense._log_once.cache_clear()
     x, weight = jnp.ones((3, 8), "float16"), jnp.ones(8, "float16")
     with pytest.raises(NotImplementedError, match="norms of float16 by float16"):
@@ -112,4 +112,83 @@ def test_other_dtypes_are_those_of_the_reference(caplog):
         np.testing.assert_array_equal(dense.rms_norm(x, weight, eps=0.0), x)
     assert [record.getMessage() for record in caplog.records] == [
         "rms_norm: cpu_kernels cannot do this: norms of float16 by float16"
+    ]
+
+
+def swiglu(gate, up, **options):
+    call = functools.partial(cpu_kernels.swiglu, **options)
+    return np.asarray(jax.jit(call)(gate, up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 16), (1, 17), (7, 2341)])
+def test_gates_equal_float64(instruction_set, shape, dtype):
+    gate, up = (
+        jnp.asarray(random_floats(i, *shape) * size, dtype)
+        for i, size in enumerate((10, 2))
+    )
+    y = swiglu(gate, up, instruction_set=instruction_set)
+    assert y.dtype == dtype
+    gate, up = (np.asarray(a).astype(np.float64) for a in (gate, up))
+    expected = gate / (1 + np.exp(-gate)) * up
+    bound = 8 * 2.0**-24 + (2.0**-8 if dtype == "bfloat16" else 0)
+    assert (np.abs(y.astype(np.float64) - expected) <= bound * np.abs(expected)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_any_size(instruction_set, dtype):
+    size = [0, 50, 87, 89, 200, 1e10, 1e38, 3e38]
+    gate = jnp.asarray([size, np.negative(size)], dtype)
+    y = swiglu(gate, jnp.ones_like(gate), instruction_set=instruction_set)
+    gate = np.asarray(gate).astype(np.float64)
+    # The results of all that are below -80 are hardly different from 0.
+    np.testing.assert_allclose(y[0].astype(np.float64), gate[0], rtol=1e-6)
+    np.testing.assert_allclose(
+        y[1].astype(np.float64), gate[1] * np.exp(gate[1]), rtol=2.0**-7, atol=1e-35
+    )
+    bad = jnp.asarray([[1, np.nan, 1, 1, 1]], dtype)
+    y = swiglu(bad, bad, instruction_set=instruction_set).astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(y), [[False, True, False, False, False]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_gets_the_same_bits_among_any_others(instruction_set, dtype):
+    gate, up = (jnp.asarray(random_floats(i, 30, 577), dtype) for i in range(2))
+    together = swiglu(gate, up, instruction_set=instruction_set)
+    for part in (slice(1), slice(29, 30), slice(3, 17)):
+        some = swiglu(gate[part], up[part], instruction_set=instruction_set)
+        np.testing.assert_array_equal(some, together[part])
+
+
+def test_derivatives_and_vmap_of_gates_are_those_of_the_reference():
+    gate, up = (jnp.asarray(random_floats(i, 3, 19)) for i in range(2))
+
+    def of(function):
+        mapped = jax.jit(jax.vmap(function, in_axes=(0, None)))(gate, up[0])
+        gradients = jax.jit(
+            jax.grad(lambda *a: jnp.sin(function(*a)).sum(), argnums=(0, 1))
+        )(gate, up)
+        return mapped, gradients
+
+    for result, expected in zip(
+        jax.tree.leaves(of(cpu_kernels.swiglu)),
+        jax.tree.leaves(of(cpu_kernels.swiglu_reference)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gates_of_other_dtypes_are_those_of_the_reference(caplog):
+    dense._log_once.cache_clear()
+    gate = jnp.ones((3, 8), "float16")
+    with pytest.raises(NotImplementedError, match="gates of float16 and float16"):
+        cpu_kernels.swiglu(gate, gate)
+    with pytest.raises(NotImplementedError, match="gates of float32 and bfloat16"):
+        cpu_kernels.swiglu(gate.astype("float32"), gate.astype("bfloat16"))
+    for _ in range(2):
+        np.testing.assert_array_equal(
+            dense.swiglu(gate, gate), cpu_kernels.swiglu_reference(gate, gate)
+        )
+    assert [record.getMessage() for record in caplog.records] == [
+        "swiglu: cpu_kernels cannot do this: gates of float16 and float16"
     ]
