@@ -1,6 +1,8 @@
 // What XLA calls. Compiled once for each instruction set, into a library of its own.
 #include <algorithm>
+#include <atomic>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -9,7 +11,6 @@
 #include "elementwise.h"
 #include "kernels.h"
 #include "products.h"
-#include "threads.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxkv {
@@ -20,10 +21,41 @@ using IntVector = ffi::Buffer<ffi::S32, 1>;
 using IntMatrix = ffi::Buffer<ffi::S32, 2>;
 using FloatMatrix = ffi::Buffer<ffi::F32, 2>;
 
-ParallelFor On(const ffi::ThreadPool& pool) {
-  return [num_threads = pool.num_threads()](
-             int64_t count, const std::function<void(int64_t)>& task) {
-    Helpers::Get().Run(num_threads, count, task);
+// Tasks that threads of XLA's pool help with. The caller does all that nobody else has
+// begun, so nothing waits for a thread to become free.
+class Shared {
+ public:
+  Shared(int64_t count, const std::function<void(int64_t)>* task)
+      : count_(count), task_(task) {}
+
+  void Work() {
+    for (int64_t i; (i = next_.fetch_add(1)) < count_;) {
+      (*task_)(i);  // it lives while any task is not done
+      done_.fetch_add(1, std::memory_order_release);
+    }
+  }
+
+  void Wait() const {
+    while (done_.load(std::memory_order_acquire) < count_) __builtin_ia32_pause();
+  }
+
+ private:
+  const int64_t count_;
+  const std::function<void(int64_t)>* task_;
+  std::atomic<int64_t> next_ = 0, done_ = 0;
+};
+
+ParallelFor On(ffi::ThreadPool& pool) {
+  return [&pool](int64_t count, const std::function<void(int64_t)>& task) {
+    int64_t helpers = std::min(pool.num_threads(), count) - 1;
+    if (helpers < 1) {
+      for (int64_t i = 0; i < count; ++i) task(i);
+      return;
+    }
+    auto shared = std::make_shared<Shared>(count, &task);
+    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([shared] { shared->Work(); });
+    shared->Work();
+    shared->Wait();
   };
 }
 
