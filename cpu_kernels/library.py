@@ -31,6 +31,11 @@ def supported_instruction_sets() -> tuple[str, ...]:
     )
 
 
+def has_amx() -> bool:
+    """Whether this machine multiplies tiles of bfloat16, which XLA's products use."""
+    return "amx_bf16" in _cpu_features()
+
+
 @functools.cache
 def load(instruction_set: str | None = None) -> str:
     """Register the kernels of an instruction set with XLA; None: of the fastest.

@@ -1,7 +1,7 @@
 """Products, norms and gates of tokens: picks an implementation, as `attention` does.
 
-On a CPU those of `cpu_kernels`, where there is one for the dtype. There, what a token
-gets does not depend, to the last bit, on the tokens that are computed beside it.
+On a CPU those of `cpu_kernels`, where there is one for the dtype. What a token gets of
+them does not depend, to the last bit, on the tokens that are computed beside it.
 """
 
 import functools
@@ -14,6 +14,9 @@ from jaxtyping import Array, Float
 
 import cpu_kernels
 from pallas_kernels import target_device
+
+# With more tokens, AMX outweighs what a product of XLA's costs besides.
+_MOST_TOKENS_WITHOUT_AMX = 32
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -32,6 +35,9 @@ def multiply(
 ) -> tuple[jax.Array, ...]:
     """Return x @ weight.T for each weight; sums are float32.
 
+    Of many bfloat16 tokens XLA's products are taken on a CPU with AMX, and these may
+    depend on how many tokens there are.
+
     Args:
         x: One row per token.
         *weights: As checkpoints have them; their out_dims may differ.
@@ -40,6 +46,12 @@ def multiply(
     implementation = _first_that_can(
         cpu_kernels.multiply, cpu_kernels.multiply_reference
     )
+    if (
+        x.dtype == "bfloat16"
+        and len(x) > _MOST_TOKENS_WITHOUT_AMX
+        and cpu_kernels.has_amx()
+    ):
+        implementation = cpu_kernels.multiply_reference
     return implementation(x, *weights, result_dtype=result_dtype)
 
 
