@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,50 +16,56 @@ FLAGS = {
     "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma",
     "avx2": "-mavx2 -mfma -mf16c",
 }
+COMMON_FLAGS = (
+    "-std=c++20 -O3 -fPIC -shared -s -fvisibility=hidden -Wno-psabi "
+    "-ffp-contract=fast -fno-math-errno -fno-trapping-math "
+    "-static-libstdc++ -static-libgcc"
+)
+COMPILERS = ("g++", "g++-14", "g++-13", "g++-12", "clang++")  # of GCC 12 or newer
 
 
 class CpuKernels(BuildHookInterface):
     """Adds `cpu_kernels/lib/*.so`; without a compiler jaxkv works, but slower."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile for every instruction set; called by hatchling."""
-        if self.target_name != "wheel":
+        """Compile for every instruction set; called by hatchling.
+
+        What was compiled before stays unless all could be compiled anew.
+        """
+        is_supported = sys.platform == "linux" and platform.machine() == "x86_64"
+        if self.target_name != "wheel" or not is_supported:
             return
         root = Path(self.root)
-        folder = root / "cpu_kernels" / "lib"
-        shutil.rmtree(folder, ignore_errors=True)
-        if sys.platform != "linux" or platform.machine() != "x86_64":
+        named = os.environ.get("CXX")
+        problems = []
+        for compiler in [named] if named else filter(shutil.which, COMPILERS):
+            try:
+                _compile_all(compiler, root)
+            except (OSError, ImportError, subprocess.CalledProcessError) as error:
+                problems.append(f"{compiler}: {error}")
+                continue
+            build_data["pure_python"] = False
+            build_data["tag"] = "py3-none-linux_x86_64"
+            build_data["artifacts"].append("cpu_kernels/lib/*.so")
             return
-        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-        if compiler is None:
-            self.app.display_warning("no C++ compiler: CPUs will run slower kernels")
-            return
-        folder.mkdir()
-        try:
-            for name, flags in FLAGS.items():
-                _compile(compiler, flags, root, folder / f"{name}.so")
-        except subprocess.CalledProcessError as error:
-            shutil.rmtree(folder)
-            self.app.display_warning(f"the CPU kernels were not compiled: {error}")
-            return
-        build_data["pure_python"] = False
-        build_data["tag"] = "py3-none-linux_x86_64"
-        build_data["artifacts"].append("cpu_kernels/lib/*.so")
+        self.app.display_warning(
+            "the CPU kernels were not compiled, so CPUs will be slower: "
+            f"{'; '.join(problems) or 'no C++ compiler'}"
+        )
 
 
-def _compile(compiler: str, flags: str, root: Path, library: Path) -> None:
+def _compile_all(compiler: str, root: Path) -> None:
     import jaxlib
 
     headers = Path(jaxlib.__file__).parent / "include"
-    command = [
-        *compiler.split(),
-        *["-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi"],
-        *["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"],
-        *flags.split(),
-        "-isystem",
-        str(headers),
-        str(root / "cpu_kernels" / "src" / "library.cc"),
-        "-o",
-        str(library),
-    ]
-    subprocess.run(command, check=True)
+    kernels = root / "cpu_kernels"
+    source = kernels / "src" / "library.cc"
+    with tempfile.TemporaryDirectory(dir=kernels) as folder:
+        for name, flags in FLAGS.items():
+            library = Path(folder) / f"{name}.so"
+            command = f"{compiler} {COMMON_FLAGS} {flags}".split()
+            command += ["-isystem", str(headers), str(source), "-o", str(library)]
+            subprocess.run(command, check=True)
+        (kernels / "lib").mkdir(exist_ok=True)
+        for library in Path(folder).iterdir():
+            library.replace(kernels / "lib" / library.name)

@@ -8,14 +8,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from cpu_kernels.library import load, supported_instruction_sets
+from cpu_kernels.library import load
 
 _DTYPES = ("float32", "bfloat16")
 
 
 def is_available(dtype: str) -> bool:
-    """Whether this machine has kernels for arrays of a dtype."""
-    return dtype in _DTYPES and bool(supported_instruction_sets())
+    """Whether this machine has kernels for arrays of a dtype, and they load."""
+    try:
+        load()
+    except NotImplementedError:
+        return False
+    return dtype in _DTYPES
 
 
 def multiply(
@@ -42,9 +46,9 @@ def multiply(
     result_dtype = str(x.dtype if result_dtype is None else result_dtype)
     for dtype in (*(str(array.dtype) for array in (x, *weights)), result_dtype):
         if dtype not in _DTYPES:
-            raise NotImplementedError(f"products of {dtype}")
+            raise NotImplementedError(f"arrays of {dtype}")
     if any(w.dtype != x.dtype for w in weights):
-        raise NotImplementedError("products of different dtypes")
+        raise NotImplementedError("arrays of different dtypes")
     return _multiply(result_dtype, load(instruction_set), x, weights)
 
 
@@ -103,7 +107,7 @@ def rms_norm(
             kernels for this machine.
     """
     if x.dtype not in _DTYPES or weight.dtype != x.dtype:
-        raise NotImplementedError(f"norms of {x.dtype} by {weight.dtype}")
+        raise NotImplementedError(f"arrays of {x.dtype}")
     return _rms_norm(eps, load(instruction_set), x, weight)
 
 
@@ -151,7 +155,7 @@ def swiglu(
             kernels for this machine.
     """
     if gate.dtype not in _DTYPES or up.dtype != gate.dtype:
-        raise NotImplementedError(f"gates of {gate.dtype} and {up.dtype}")
+        raise NotImplementedError(f"arrays of {gate.dtype}")
     return _swiglu(load(instruction_set), gate, up)
 
 
@@ -195,9 +199,10 @@ def paged_attention(
     """Attend as `paged_attention` of `jaxkv` says; see there for the arguments.
 
     Keys and values are read where they lie, once for all queries of a row and KV head
-    that are computed together. Scores and sums are float32. A query's output depends on
-    nothing but itself and its keys and values, to the last bit: not on other queries
-    or rows.
+    that are computed together. Scores and sums are float32. If keys and values are
+    finite, a query's output depends on nothing but itself and its own of them, to the
+    last bit: not on other queries or rows. One that is not finite may show in queries
+    of its row that do not see it.
 
     Returns:
         The outputs in q's dtype, and with `return_lse` the float32 log-sum-exp.

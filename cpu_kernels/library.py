@@ -57,12 +57,18 @@ def load(instruction_set: str | None = None) -> str:
         return load(supported[0])
     if instruction_set not in supported:
         raise NotImplementedError(f"{instruction_set}; there are {supported}")
-    library = ctypes.CDLL(str(_FOLDER / f"{instruction_set}.so"))
-    for handler in _HANDLERS:
+    try:
+        library = ctypes.CDLL(str(_FOLDER / f"{instruction_set}.so"))
+        capsules = {
+            name: jax.ffi.pycapsule(getattr(library, name)) for name in _HANDLERS
+        }
+    except (OSError, AttributeError) as error:
+        raise NotImplementedError(
+            f"kernels that do not load; install jaxkv again: {error}"
+        ) from error
+    for name, capsule in capsules.items():
         jax.ffi.register_ffi_target(
-            f"{handler}_{instruction_set}",
-            jax.ffi.pycapsule(getattr(library, handler)),
-            platform="cpu",
+            f"{name}_{instruction_set}", capsule, platform="cpu"
         )
     return instruction_set
 

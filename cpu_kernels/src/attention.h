@@ -341,8 +341,9 @@ void DoTask(const Attention& a, const AttentionTask& task, const AttentionTask* 
       });
     });
     for (int64_t i = 0; i < queries; ++i) {
-      int64_t last = position + i / group - tile;
-      Weigh(a, a.window > 0 ? last - a.window + 1 : 0, last, i, s);
+      const int64_t seen = position + i / group - tile;
+      const int64_t last = std::min(seen, lines.count - 1);
+      Weigh(a, a.window > 0 ? seen - a.window + 1 : 0, last, i, s);
     }
     Ahead<T> ahead(of_head(a.v, *next_task), next, a.head_dim);
     auto add = [&](const auto* lines, int64_t stride, int64_t first, int64_t count) {
@@ -392,6 +393,9 @@ void AttendBy(const Attention& a, const ParallelFor& parallel_for) {
   }
   const int64_t num_tokens = a.cu_q_lens[a.rows];
   Q* out = static_cast<Q*>(a.out);
+  const int64_t first_token = std::min<int64_t>(a.cu_q_lens[0], a.tokens);
+  std::fill(out, out + first_token * a.q_heads * a.head_dim, Q{});
+  std::fill(a.lse, a.lse + first_token * a.q_heads, -kInfinity);
   std::fill(out + num_tokens * a.q_heads * a.head_dim,
             out + a.tokens * a.q_heads * a.head_dim, Q{});
   std::fill(a.lse + num_tokens * a.q_heads, a.lse + a.tokens * a.q_heads, -kInfinity);

@@ -1,8 +1,9 @@
 // Products of a few tokens with weights kept as [out_dim, in_dim].
 //
 // Both operands are contiguous along the axis summed over, so neither is packed, and a
-// weight is read in order and, for up to kBlockTokens tokens, once. Every output is the sum of kLanes partial sums, each
-// taken in order: it depends on its own token and weight only, to the last bit.
+// weight is read in order and, for up to kBlockTokens tokens, once. Every output is the
+// sum of kLanes partial sums, each taken in order: it depends on its own token and weight
+// only, to the last bit.
 #pragma once
 
 #include <algorithm>
@@ -65,8 +66,7 @@ inline void MultiplyTile(const X* x, const W* w, int64_t in_dim, Y* y, int64_t y
   int64_t i = 0;
   for (; i + M::kStep <= in_dim; i += M::kStep) {
 #pragma GCC unroll 8
-    for (int line = 0; line < kAhead; ++line)
-      Prefetch(ahead + line * kLineBytes);
+    for (int line = 0; line < kAhead; ++line) Prefetch(ahead + line * kLineBytes);
     ahead += kAhead * kLineBytes;
     typename M::Right right[kN];
 #pragma GCC unroll 8

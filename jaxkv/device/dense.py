@@ -83,7 +83,7 @@ def _first_that_can(
         try:
             return on_cpu(*arguments, **options)
         except NotImplementedError as error:
-            _log_once(f"{on_cpu.__name__}: cpu_kernels cannot do this: {error}")
+            _log_once(f"cpu_kernels cannot do this, but XLA can: {error}")
             return reference(*arguments, **options)
 
     return call

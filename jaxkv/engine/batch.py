@@ -66,16 +66,17 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket
 
 
 def few_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
-    """List few shapes, for where padding costs little: see `dense.skips_padding`.
+    """List fewer shapes, for where padding costs little: see `dense.skips_padding`.
 
-    - As many tokens as rows: 1, 8, 64, ... and max_num_seqs.
+    - As many tokens as rows, by powers of two and max_num_seqs. Sampling is done for
+      padding too, so these are not further apart.
     - max_num_seqs rows and more tokens, by powers of two.
     """
     rows = 1
     buckets = []
     while rows < max_num_seqs:
         buckets.append(Bucket(rows, rows))
-        rows *= 8
+        rows *= 2
     tokens = max_num_seqs
     buckets.append(Bucket(max_num_seqs, tokens))
     while tokens < max_num_batched_tokens:

@@ -182,8 +182,9 @@ class Engine:
             kv_bytes_per_token=cache_config.bytes_per_token,
             block_root=cache_config.block_root,
         )
-        ladder = few_buckets if skips_padding(model_config.dtype) else make_buckets
-        builder = make_builder(limits, config, ladder)
+        builder = make_builder(
+            limits, config, _ladder(model_config, cache_config, config)
+        )
         runner = ModelRunner(
             params,
             model_config,
@@ -574,6 +575,22 @@ def make_builder(
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
     )
+
+
+def _ladder(
+    model_config: ModelConfig, cache_config: CacheConfig, config: EngineConfig
+) -> Ladder:
+    """Choose the buckets: few where neither products nor attention compute padding."""
+    has_zero_padding = not (model_config.mlp_bias or model_config.attention_output_bias)
+    names = {kv_format.name for pair in cache_config.formats for kv_format in pair}
+    if (
+        has_zero_padding
+        and names <= {"float32", "bfloat16"}
+        and config.attention_implementation in ("auto", "cpu")
+        and skips_padding(model_config.dtype)
+    ):
+        return few_buckets
+    return make_buckets
 
 
 def _report_unused_scales(cache_config: CacheConfig) -> None:

@@ -44,7 +44,9 @@ def collapse_memory(arrays: Iterable[jax.Array]) -> int:
             )
             if result == 0:
                 total += _UNIT
-            elif ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS):
-                return total  # not this system
+            elif ctypes.get_errno() == errno.ENOSYS:
+                return total
+            elif ctypes.get_errno() == errno.EINVAL:  # not this system, or mapping
+                break
         done_until = max(done_until, end)
     return total

@@ -347,6 +347,25 @@ def test_cu_q_lens_outside_the_tokens_do_not_crash(instruction_set, starts):
     same_bits(results, expected)
 
 
+def test_tokens_before_the_first_row_are_padding_too(instruction_set):
+    case = random_paged_case(Workload(rows=((2, 9),)))
+    arrays = (*case.cache.layers[0], case.block_tables, case.kv_lens)
+    q = np.concatenate([case.q, case.q])
+    out, lse = attend(q, *arrays, [2, 4], instruction_set=instruction_set)
+    np.testing.assert_array_equal(out[:2], 0.0)
+    np.testing.assert_array_equal(lse[:2], -np.inf)
+    same_bits((out[2:], lse[2:]), run(case, instruction_set=instruction_set))
+
+
+def test_keys_past_the_table_are_not_seen(instruction_set):
+    """A table of 5 blocks of 8 ends within a tile of 64 keys."""
+    case = random_paged_case(Workload(rows=((1, 40),)))
+    case = dataclasses.replace(case, block_tables=case.block_tables[:, :5])
+    longer = dataclasses.replace(case, kv_lens=np.array([60], np.int32))
+    results = run(longer, instruction_set=instruction_set)
+    same_bits(results, run(case, instruction_set=instruction_set))
+
+
 def test_an_empty_pool_is_refused(instruction_set):
     case = random_paged_case(Workload(rows=((2, 9),)))
     empty = case.cache.layers[0].k[:0]

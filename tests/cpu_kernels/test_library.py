@@ -90,10 +90,16 @@ def test_without_kernels_xla_computes_and_one_line_says_so(
     expected, _ = dense_attention(case)
     np.testing.assert_allclose(out, expected, atol=TOLERANCE["float32"], rtol=0)
     assert [record.getMessage() for record in caplog.records] == [
-        f"multiply: cpu_kernels cannot do this: {message}",
-        f"rms_norm: cpu_kernels cannot do this: {message}",
+        f"cpu_kernels cannot do this, but XLA can: {message}",
         f"paged_attention: cpu cannot do this: {message}",
     ]
+
+
+def test_a_library_that_does_not_load_is_as_none(pretend):
+    pretend(FEATURES, ("avx2",))  # an empty file
+    with pytest.raises(NotImplementedError, match=r"do not load; install jaxkv again"):
+        cpu_kernels.multiply(jnp.ones((2, 4)), jnp.ones((3, 4)))
+    assert not cpu_kernels.is_available("float32")
 
 
 def test_a_named_instruction_set_that_is_not_there_is_refused(pretend):
