@@ -13,7 +13,7 @@ FunctionNames
 1 "forward"
 2 "RMSNorm.__call__"
 3 "MLP.__call__"
-4 "Linear.__call__"
+4 "multiply"
 5 "paged_attention"
 6 "_single_queries.<locals>.one_group"
 
