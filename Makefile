@@ -28,7 +28,7 @@ model: $(MODEL)/config.json
 
 test: $(VENV)/test.stamp $(MODEL)/config.json
 	@ls cpu_kernels/lib/*.so >/dev/null 2>&1 || \
-	    echo "not tested: the CPU kernels, which could not be compiled (g++, x86-64 Linux)"
+	    echo "not tested: the CPU kernels, which could not be compiled (GCC 12, x86-64 Linux)"
 	$(BIN)/python -m pytest -q
 
 # A stamp is missing where pip could not get the compiler.

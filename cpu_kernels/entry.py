@@ -22,6 +22,19 @@ def is_available(dtype: str) -> bool:
     return dtype in _DTYPES
 
 
+def _check_dtypes(*arrays: jax.Array) -> None:
+    """Check that arrays are of one dtype that there are kernels for.
+
+    Raises:
+        NotImplementedError: They are not.
+    """
+    for array in arrays:
+        if array.dtype not in _DTYPES:
+            raise NotImplementedError(f"arrays of {array.dtype}")
+    if len({array.dtype for array in arrays}) > 1:
+        raise NotImplementedError("arrays of different dtypes")
+
+
 def multiply(
     x: Float[Array, "tokens in_dim"],
     *weights: Float[Array, "_ in_dim"],
@@ -44,11 +57,9 @@ def multiply(
         NotImplementedError: Other dtypes, or no kernels for this machine.
     """
     result_dtype = str(x.dtype if result_dtype is None else result_dtype)
-    for dtype in (*(str(array.dtype) for array in (x, *weights)), result_dtype):
-        if dtype not in _DTYPES:
-            raise NotImplementedError(f"arrays of {dtype}")
-    if any(w.dtype != x.dtype for w in weights):
-        raise NotImplementedError("arrays of different dtypes")
+    _check_dtypes(x, *weights)
+    if result_dtype not in _DTYPES:
+        raise NotImplementedError(f"arrays of {result_dtype}")
     return _multiply(result_dtype, load(instruction_set), x, weights)
 
 
@@ -106,8 +117,7 @@ def rms_norm(
         NotImplementedError: Other dtypes than float32 and bfloat16, two of them, or no
             kernels for this machine.
     """
-    if x.dtype not in _DTYPES or weight.dtype != x.dtype:
-        raise NotImplementedError(f"arrays of {x.dtype}")
+    _check_dtypes(x, weight)
     return _rms_norm(eps, load(instruction_set), x, weight)
 
 
@@ -154,8 +164,7 @@ def swiglu(
         NotImplementedError: Other dtypes than float32 and bfloat16, two of them, or no
             kernels for this machine.
     """
-    if gate.dtype not in _DTYPES or up.dtype != gate.dtype:
-        raise NotImplementedError(f"arrays of {gate.dtype}")
+    _check_dtypes(gate, up)
     return _swiglu(load(instruction_set), gate, up)
 
 

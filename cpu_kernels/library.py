@@ -41,10 +41,11 @@ def load(instruction_set: str | None = None) -> str:
     """Register the kernels of an instruction set with XLA; None: of the fastest.
 
     Returns:
-        The instruction set; `call` names its kernels by it.
+        The instruction set, with which the names of its kernels in XLA end.
 
     Raises:
-        NotImplementedError: This machine cannot run them, or they were not compiled.
+        NotImplementedError: This machine cannot run them, they were not compiled, or
+            they do not load.
     """
     supported = supported_instruction_sets()
     if instruction_set is None:

@@ -6,8 +6,8 @@ over a paged `KVCache`, over dense arrays, or over whatever an experiment needs.
 
 *params* are the module's flat state: a dict from dotted name to array, with Hugging
 Face's names less the leading `model.`, and Hugging Face's shapes: weights stay
-[out, in], which XLA's CPU products prefer below 256 rows. Layers are unrolled and
-every layer has arrays of its own: scanning stacked weights copies them every step.
+[out, in], which the CPU kernels read as they are. Layers are unrolled and every layer
+has arrays of its own: scanning stacked weights copies them every step.
 """
 
 import functools

@@ -180,11 +180,11 @@ def test_nan_and_infinity_stay_with_their_token_and_output(
 
 def test_other_dtypes_are_refused():
     x, w = jnp.zeros((2, 4)), jnp.zeros((3, 4))
-    with pytest.raises(NotImplementedError, match="products of float16"):
+    with pytest.raises(NotImplementedError, match="arrays of float16"):
         cpu_kernels.multiply(x.astype("float16"), w.astype("float16"))
-    with pytest.raises(NotImplementedError, match="products of float16"):
+    with pytest.raises(NotImplementedError, match="arrays of float16"):
         cpu_kernels.multiply(x, w, result_dtype="float16")
-    with pytest.raises(NotImplementedError, match="products of different dtypes"):
+    with pytest.raises(NotImplementedError, match="arrays of different dtypes"):
         cpu_kernels.multiply(x, w.astype("bfloat16"))
 
 
@@ -196,7 +196,7 @@ def test_float16_products_are_those_of_xla(caplog):
         assert y.dtype == "float16"
         np.testing.assert_array_equal(y, np.asarray(x) @ np.asarray(w).T)
     assert [record.getMessage() for record in caplog.records] == [
-        "multiply: cpu_kernels cannot do this: products of float16"
+        "cpu_kernels cannot do this, but XLA can: arrays of float16"
     ]
 
 

@@ -154,3 +154,26 @@ def test_few_buckets_hold_every_step_too(
     max_num_seqs, max_num_batched_tokens, expected
 ):
     assert list(few_buckets(max_num_seqs, max_num_batched_tokens)) == expected
+
+
+@pytest.mark.parametrize(
+    ("skips", "changes", "expected"),
+    [
+        (True, {}, few_buckets),
+        (False, {}, make_buckets),
+        (True, {"kv_cache_dtype": "int8"}, make_buckets),
+        (True, {"attention_implementation": "xla"}, make_buckets),
+    ],
+    ids=["padding skipped", "padding computed", "low-bit", "attention by XLA"],
+)
+def test_buckets_are_few_where_neither_products_nor_attention_compute_padding(
+    skips, changes, expected, monkeypatch
+):
+    monkeypatch.setattr("jaxkv.engine.engine.skips_padding", lambda dtype: skips)
+    params, model_config = tiny_llama()
+    config = EngineConfig(
+        max_num_seqs=16, max_num_batched_tokens=64, warmup="lazy", **LIMITS, **changes
+    )
+    engine = Engine.from_params(params, model_config, config)
+    assert few_buckets(16, 64) != make_buckets(16, 64)
+    assert engine._builder.buckets == expected(16, 64)
