@@ -25,7 +25,7 @@ import numpy as np
 
 import cpu_kernels
 from jaxkv.device.attention_xla import paged_attention_xla
-from jaxkv.engine.memory_advice import collapse_memory
+from jaxkv.engine.memory_advice import start_collapsing
 
 LAYERS = 30
 PRODUCTS = {"q, k and v": (960, 576), "gate and up": (3072, 576), "down": (576, 1536)}
@@ -63,7 +63,7 @@ def products(
         jnp.asarray(rng.standard_normal(shape) / in_dim**0.5, dtype)
         for _ in range(LAYERS)
     ]
-    collapse_memory(weights)
+    start_collapsing(weights).join()
     x = jnp.asarray(rng.standard_normal((tokens, in_dim)), dtype)
 
     def all_layers(multiply: Callable, x: jax.Array, weights: list) -> jax.Array:
@@ -98,7 +98,7 @@ def attention(name: str, case: tuple[int, int, int], dtype: str, repeats: int) -
     rng = np.random.default_rng(0)
     shape = (1 + rows * width, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     k, v = (jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(2))
-    collapse_memory((k, v))
+    start_collapsing((k, v)).join()
     block_ids = 1 + rng.permutation(rows * width)
     arguments = (
         jnp.asarray(rng.standard_normal((rows * queries, HEADS, HEAD_DIM)), dtype),

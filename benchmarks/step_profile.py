@@ -218,7 +218,7 @@ def main() -> None:
     from jaxkv.device.llama import param_shapes
     from jaxkv.device.step import make_step
     from jaxkv.engine.checkpoint import load_config, load_params
-    from jaxkv.engine.memory_advice import collapse_memory
+    from jaxkv.engine.memory_advice import start_collapsing
 
     config = load_config(arguments.checkpoint)
     config = dataclasses.replace(config, dtype=arguments.dtype)
@@ -242,7 +242,7 @@ def main() -> None:
         ),
         donate_argnums=(1, 2),
     )
-    collapse_memory(jax.tree.leaves((params, cache)))  # as the engine does
+    start_collapsing(jax.tree.leaves((params, cache))).join()  # as the engine does
     for name in arguments.cases:
         batch, rows = make_batch(CASES[name], config.vocab_size)
         compiled = step.lower(params, cache, rows, batch).compile()

@@ -7,7 +7,8 @@ part of that time goes into finding the pages, and reading ahead stops where eac
 import ctypes
 import errno
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 
 import jax
 
@@ -17,22 +18,39 @@ _MADV_COLLAPSE = 25  # Linux 6.1: now, whatever the system's setting says
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
-def collapse_memory(arrays: Iterable[jax.Array]) -> int:
-    """Move arrays into huge pages where the system can; their content stays.
+def start_collapsing(arrays: Iterable[jax.Array]) -> threading.Thread:
+    """Begin to move arrays into huge pages where the system can; return at once.
 
-    Small arrays, those of other devices, and systems that cannot are left alone.
+    Their content stays, and they may be read, written, donated and deleted meanwhile:
+    it takes seconds for each GB, most of it outside of Python. Small arrays, those of
+    other devices, and systems that cannot are left alone.
 
     Returns:
-        Bytes asked for successfully.
+        The thread that does it; the process does not wait for it at its end.
     """
-    if _libc is None:
-        return 0
-    ranges = sorted(
+    # The arrays are not kept: memory that is given back meanwhile is skipped, and what
+    # takes its place is none the worse in huge pages.
+    thread = threading.Thread(
+        target=_collapse, args=(_memory_of(arrays),), name="huge pages", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _memory_of(arrays: Iterable[jax.Array]) -> list[tuple[int, int]]:
+    """Return (address, bytes) of what is large enough, on CPUs, by address."""
+    return sorted(
         (shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
         for array in arrays
         for shard in array.addressable_shards
         if shard.device.platform == "cpu" and shard.data.nbytes >= _SMALLEST_ARRAY
     )
+
+
+def _collapse(ranges: Sequence[tuple[int, int]]) -> int:
+    """Move memory into huge pages; return the bytes asked for successfully."""
+    if _libc is None:
+        return 0
     total, done_until = 0, 0
     for address, size in ranges:
         begin = max(address // _UNIT * _UNIT, done_until)

@@ -31,7 +31,7 @@ from jaxkv.device.rows import init_rows, set_history, set_rows
 from jaxkv.device.sampling import PRNG_IMPL
 from jaxkv.device.step import GPU_COMPILER_OPTIONS, Batch, StepOutput, make_step
 from jaxkv.engine.batch import BatchBuilder, Bucket, NewRows
-from jaxkv.engine.memory_advice import collapse_memory
+from jaxkv.engine.memory_advice import start_collapsing
 
 _COPIES = 8  # blocks a call
 _POISONED = 16  # likewise
@@ -98,7 +98,7 @@ class ModelRunner:
             jnp.asarray(params[name], dtype) for name in param_shapes(model_config)
         )
         self._cache = init_cache(cache_config)
-        collapse_memory(jax.tree.leaves((self._params, self._cache)))
+        start_collapsing(jax.tree.leaves((self._params, self._cache)))
         array = jax.tree.leaves(self._cache)[0]
         self._device_memory = array.sharding
         self._host_memory = _memory(array, "pinned_host")

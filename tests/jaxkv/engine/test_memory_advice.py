@@ -1,5 +1,6 @@
 import ctypes
 import errno
+import threading
 import types
 
 import jax
@@ -7,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import Engine, EngineConfig
 from jaxkv.engine import memory_advice
-from jaxkv.engine.memory_advice import collapse_memory
+from jaxkv.engine.memory_advice import start_collapsing
+from jaxkv.testing import tiny_llama
 
 UNIT = 2 << 20
 
@@ -18,6 +21,11 @@ def random_array(size, seed=0):
     return jnp.asarray(
         np.random.default_rng(seed).integers(0, 256, size, np.uint8), "uint8"
     )
+
+
+def collapse_memory(arrays):
+    """Move arrays into huge pages, and wait; return the bytes moved."""
+    return memory_advice._collapse(memory_advice._memory_of(arrays))
 
 
 class RecordingLibc:
@@ -99,3 +107,48 @@ def test_one_page_that_cannot_move_does_not_keep_back_the_others(libc, error):
 def test_other_systems_do_nothing(monkeypatch):
     monkeypatch.setattr(memory_advice, "_libc", None)
     assert collapse_memory([random_array(9 << 20)]) == 0
+
+
+def test_steps_may_run_and_arrays_go_while_they_move():
+    gone = random_array(64 << 20)
+    kept = random_array(64 << 20, 1)
+    before = np.array(kept)
+    thread = start_collapsing([gone, kept])
+    gone.delete()
+    add = jax.jit(lambda array: array + jnp.uint8(1), donate_argnums=0)
+    for _ in range(256):
+        kept = add(kept)
+    thread.join()
+    np.testing.assert_array_equal(kept, before)
+
+
+def test_it_does_not_wait_nor_hold_up_the_end_of_the_process(libc, monkeypatch):
+    asked, may_go_on = threading.Event(), threading.Event()
+
+    def madvise(address, size, advice):
+        asked.set()
+        assert may_go_on.wait(60)
+        return 0
+
+    monkeypatch.setattr(libc, "madvise", madvise)
+    thread = start_collapsing([random_array(9 << 20)])
+    assert asked.wait(60)
+    assert thread.is_alive()
+    assert thread.daemon
+    may_go_on.set()
+    thread.join()
+
+
+def test_an_engine_moves_its_parameters_and_its_cache(libc):
+    params, config = tiny_llama(hidden_size=256, vocab_size=1024)
+    engine = Engine.from_params(
+        params, config, EngineConfig(num_blocks=256, max_num_seqs=2, warmup="lazy")
+    )
+    for thread in threading.enumerate():
+        if thread.name == "huge pages":
+            thread.join()
+    asked = {address for address, _, _ in libc.calls}
+    runner = engine._runner
+    for array in jax.tree.leaves((runner._params, runner._cache)):
+        if array.nbytes >= 256 << 10:
+            assert array.unsafe_buffer_pointer() // UNIT * UNIT in asked
