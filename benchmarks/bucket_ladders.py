@@ -12,6 +12,7 @@ ladder (up to ties, which are counted). One JSON line for each ladder:
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -22,21 +23,19 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.engine import TRACE, sampling_params
-from jaxkv import Engine, EngineConfig
+from jaxkv import Engine, EngineConfig, SamplingParams
 from jaxkv.engine.batch import Bucket, Ladder, few_buckets, make_buckets
 from jaxkv.engine.checkpoint import load_config, load_params
 
 
-def powers(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
-    """Powers of two: of rows that decode, and of tokens beside all rows."""
-    rows = [1]
-    while rows[-1] < max_num_seqs:
-        rows.append(2 * rows[-1])
-    tokens = [rows[-1]]
-    while tokens[-1] < max_num_batched_tokens:
-        tokens.append(2 * tokens[-1])
-    return tuple(Bucket(n, n) for n in rows) + tuple(
-        Bucket(rows[-1], n) for n in tokens[1:]
+def coarse(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
+    """Powers of four, and the most: of rows that decode, of tokens beside all rows."""
+    rows = [4**i for i in range(max_num_seqs) if 4**i < max_num_seqs]
+    tokens = [max_num_batched_tokens]
+    while tokens[-1] > 4 * max_num_seqs:
+        tokens.append(tokens[-1] // 4)
+    return tuple(Bucket(n, n) for n in (*rows, max_num_seqs)) + tuple(
+        Bucket(max_num_seqs, n) for n in reversed(tokens) if n > max_num_seqs
     )
 
 
@@ -53,8 +52,8 @@ def fine(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
 
 
 LADDERS: dict[str, Ladder] = {
+    "coarse": coarse,
     "few": few_buckets,
-    "powers": powers,
     "default": make_buckets,
     "fine": fine,
 }
@@ -64,10 +63,13 @@ def main() -> None:
     """Run the trace with every ladder and print the lines."""
     arguments = _arguments()
     trace = json.loads(Path(arguments.trace).read_text())["traces"]
-    requests = trace[arguments.name]
+    requests = [
+        (request["id"], request["prompt"], choose(request, seed, arguments.temperature))
+        for seed, request in enumerate(trace[arguments.name])
+    ]
     model_config = load_config(arguments.checkpoint)
     params = load_params(arguments.checkpoint, model_config, dtype=arguments.dtype)
-    longest = max(len(r["prompt"]) + r["max_tokens"] for r in requests)
+    longest = max(len(r["prompt"]) + r["max_tokens"] for r in trace[arguments.name])
     config = EngineConfig(
         dtype=arguments.dtype,
         max_num_seqs=arguments.max_num_seqs,
@@ -76,7 +78,8 @@ def main() -> None:
         num_blocks=arguments.num_blocks,
     )
     engines = {}
-    for name, ladder in LADDERS.items():
+    for name in dict.fromkeys(("default", *arguments.ladders)):
+        ladder = LADDERS[name]
         with mock.patch.multiple(
             "jaxkv.engine.engine", few_buckets=ladder, make_buckets=ladder
         ):
@@ -93,6 +96,7 @@ def main() -> None:
         line = {
             "benchmark": "bucket_ladders",
             "trace": f"{Path(arguments.trace).name}:{arguments.name}",
+            "temperature": arguments.temperature,
             "ladder": name,
             "variants": len(engine._builder.buckets),
             "compile_seconds": round(stats.compile_seconds, 1),
@@ -108,8 +112,21 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", help="a folder that `jaxkv convert` wrote")
+    parser.add_argument(
+        "--ladders",
+        nargs="+",
+        choices=sorted(LADDERS),
+        default=list(LADDERS),
+        help="which to compare with the default (%(default)s)",
+    )
     parser.add_argument("--trace", default=TRACE, help="a JSON file of traces")
     parser.add_argument("--name", default="mixed", help="which of them (%(default)s)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="above 0: with top_p 0.95 and a seed for each request",
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--max-num-batched-tokens", type=int, default=256)
@@ -118,8 +135,16 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def choose(request: dict[str, Any], seed: int, temperature: float) -> SamplingParams:
+    """How a request of the trace chooses its tokens: always as many."""
+    greedy = sampling_params(request)
+    if temperature == 0.0:
+        return greedy
+    return dataclasses.replace(greedy, temperature=temperature, top_p=0.95, seed=seed)
+
+
 def run(
-    engine: Engine, requests: list[dict[str, Any]]
+    engine: Engine, requests: list[tuple[str, list[int], SamplingParams]]
 ) -> tuple[float, float, dict[str, list[int]]]:
     """Run a trace; return output tokens a second, the padding's share, the tokens."""
     engine.reset_prefix_cache()
@@ -133,7 +158,7 @@ def run(
         return dispatch(batch, num_steps)
 
     for request in requests:
-        engine.add_request(request["id"], request["prompt"], sampling_params(request))
+        engine.add_request(*request)
     found: dict[str, list[int]] = {}
     start = time.perf_counter()
     with mock.patch.object(engine._runner, "dispatch", counting):

@@ -17,6 +17,7 @@ DRAWS = 20_000
 
 sample = jax.jit(sampling.sample)
 threshold = jax.jit(sampling._threshold)
+draw_by_weight = jax.jit(sampling._draw_by_weight)
 float_at = jax.jit(sampling._float_at)
 
 
@@ -462,8 +463,88 @@ def test_the_draw_folds_the_position_into_the_key():
     tokens = tokens_of(logits, temperature=1.0, positions=np.arange(ROWS) * 1000)
     for row in range(ROWS):
         key = jax.random.wrap_key_data(key_of(row), impl="threefry2x32")
-        key = jax.random.fold_in(key, row * 1000)
-        assert tokens[row] == jax.random.categorical(key, jnp.asarray(logits[row]))
+        # A toy vocabulary is one tile, which the first number has to take.
+        _, share = jax.random.uniform(jax.random.fold_in(key, row * 1000), (2,))
+        assert tokens[row] == np.searchsorted(softmax(logits[row]).cumsum(), share)
+
+
+@pytest.mark.parametrize("vocab", [384, 1000, 130])  # whole tiles, a part, nearly none
+def test_a_draw_takes_a_tile_by_the_first_number_and_its_token_by_the_second(vocab):
+    rng = np.random.default_rng(0)
+    weights = rng.random((DRAWS, vocab)).astype(np.float32)
+    weights[rng.random(weights.shape) < 0.5] = 0.0
+    uniform = rng.random((DRAWS, 2)).astype(np.float32)
+    tokens = np.asarray(draw_by_weight(jnp.asarray(weights), jnp.asarray(uniform)))
+    width = sampling._TILE
+    tiles = np.zeros((DRAWS, -(-vocab // width) * width))
+    tiles[:, :vocab] = weights
+    tiles = tiles.reshape(DRAWS, -1, width)
+    lines = np.arange(DRAWS)
+    before = np.concatenate([np.zeros((DRAWS, 1)), tiles.sum(-1).cumsum(-1)], -1)
+    inside = np.pad(tiles[lines, tokens // width].cumsum(-1), ((0, 0), (1, 0)))
+    for sums, place, share in (
+        (before, tokens // width, uniform[:, 0]),
+        (inside, tokens % width, uniform[:, 1]),
+    ):
+        # Up to the rounding of float32 sums.
+        target, slack = share * sums[:, -1], 1e-6 * sums[:, -1]
+        assert (sums[lines, place] <= target + slack).all()
+        assert (target - slack <= sums[lines, place + 1]).all()
+    assert (weights[lines, tokens] > 0).all()
+
+
+@pytest.mark.parametrize("share", [0.0, np.nextafter(np.float32(1), np.float32(0))])
+def test_no_token_without_weight_is_drawn_at_either_end(share):
+    weights = np.zeros((3, 300), np.float32)
+    weights[0, 299] = weights[1, 140] = weights[2, 3] = 1e-30
+    uniform = jnp.full((3, 2), share, jnp.float32)
+    tokens = draw_by_weight(jnp.asarray(weights), uniform)
+    np.testing.assert_array_equal(tokens, [299, 140, 3])
+
+
+def test_frequencies_of_draws_over_a_whole_vocabulary_are_the_probabilities():
+    vocab, draws = 1000, 1 << 18
+    rng = np.random.default_rng(1)
+    weights = rng.gamma(0.3, size=vocab).astype(np.float32)
+    uniform = rng.random((draws, 2)).astype(np.float32)
+    tokens = draw_by_weight(jnp.broadcast_to(weights, (draws, vocab)), uniform)
+    p = weights.astype(np.float64) / weights.sum(dtype=np.float64)
+    counts = np.bincount(np.asarray(tokens), minlength=vocab)
+    is_common = p * draws > 10
+    expected = np.append(p[is_common], p[~is_common].sum()) * draws
+    found = np.append(counts[is_common], counts[~is_common].sum())
+    # Chi-squared with n degrees of freedom: its mean is n, its variance 2 n.
+    n = len(expected) - 1
+    assert abs(((found - expected) ** 2 / expected).sum() - n) < 4 * np.sqrt(2 * n)
+
+
+@pytest.mark.parametrize("shift", [1e4, -1e4])
+def test_logits_far_from_zero_are_drawn_like_those_near_it(shift):
+    assert drawn(shift + np.zeros(VOCAB)) == set(range(VOCAB))
+    row = shift + np.arange(VOCAB)
+    assert drawn(row, temperature=1e-3) == {VOCAB - 1}
+
+
+def test_rare_tokens_are_told_apart():
+    """A million tokens share a thousandth: a single float32 could not name them all."""
+    vocab, share_of_rare = 1 << 20, 1e-3
+    weights = np.full((1, vocab), share_of_rare / vocab, np.float32)
+    weights[0, 0] = 1.0
+    inside = (np.arange(128, dtype=np.float32) + 0.5) / 128
+    uniform = np.stack([np.full(128, 0.9995, np.float32), inside], -1)
+    weights = jnp.broadcast_to(jnp.asarray(weights), (128, vocab))
+    tokens = np.asarray(draw_by_weight(weights, jnp.asarray(uniform)))
+    assert len(set(tokens)) == 128
+
+
+def test_a_large_vocabulary_gives_a_row_the_same_tokens_in_any_batch():
+    logits = random_logits(seed=17, rows=32, vocab=5000)
+    options = {"temperature": 1.5, "top_p": 0.97, "keys": key_of(3)}
+    positions = np.arange(32)
+    together = tokens_of(logits, positions=positions, **options)
+    for rows in (1, 2, 5, 16):
+        alone = tokens_of(logits[:rows], positions=positions[:rows], **options)
+        np.testing.assert_array_equal(alone, together[:rows])
 
 
 def test_frequencies_of_draws_are_the_probabilities():
