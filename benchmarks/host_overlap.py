@@ -6,6 +6,9 @@ A toy model decodes in all rows, in turns and with `async_scheduling`, each with
 without a delay planted in every `schedule`. In turns the delay is paid in full; what
 asynchronous stepping pays of it is what it does not hide. The four ways alternate, and
 medians are compared. First their tokens are compared, which must be equal.
+
+Behind a step no more can be hidden than it takes: `--layers` has to make it longer than
+the host's own work (1 to 2 ms with 32 rows) and the delay together.
 """
 
 import argparse
@@ -61,9 +64,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=32, help="requests at once")
     parser.add_argument("--tokens", type=int, default=64, help="tokens for each")
     parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--delay-ms", type=float, default=2.0)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=15)
     return parser.parse_args()
 
 
