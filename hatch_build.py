@@ -12,6 +12,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FLAGS = {
+    "amx": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma "
+    "-mamx-tile -mamx-bf16",
     "avx512_bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma",
     "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma",
     "avx2": "-mavx2 -mfma -mf16c",

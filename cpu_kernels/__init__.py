@@ -13,11 +13,10 @@ from cpu_kernels.entry import (
     swiglu,
     swiglu_reference,
 )
-from cpu_kernels.library import INSTRUCTION_SETS, has_amx, supported_instruction_sets
+from cpu_kernels.library import INSTRUCTION_SETS, supported_instruction_sets
 
 __all__ = [
     "INSTRUCTION_SETS",
-    "has_amx",
     "is_available",
     "multiply",
     "multiply_reference",

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import jax
 
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+
 INSTRUCTION_SETS = {
-    "avx512_bf16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"),
-    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "amx": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+    "avx512_bf16": (*_AVX512, "avx512_bf16"),
+    "avx512": _AVX512,
     "avx2": ("avx2", "fma", "f16c"),
 }
 """From the fastest on: what Linux calls the features that each needs."""
@@ -29,11 +32,6 @@ def supported_instruction_sets() -> tuple[str, ...]:
         for name, needed in INSTRUCTION_SETS.items()
         if features.issuperset(needed) and (_FOLDER / f"{name}.so").exists()
     )
-
-
-def has_amx() -> bool:
-    """Whether this machine multiplies tiles of bfloat16, which XLA's products use."""
-    return "amx_bf16" in _cpu_features()
 
 
 @functools.cache

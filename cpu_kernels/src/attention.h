@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -36,22 +37,22 @@ struct AttentionTask {
 struct AttentionScratch {
   AttentionScratch(int64_t queries, int64_t head_dim)
       : dims((head_dim + kLanes - 1) / kLanes * kLanes),
-        q(queries * head_dim),
-        keys(dims * kTileKeys),
-        values(kTileKeys * dims),
-        weights(queries * kTileKeys),
+        q(std::make_unique_for_overwrite<float[]>(queries * head_dim)),
+        keys(std::make_unique_for_overwrite<float[]>(dims * kTileKeys)),
+        values(std::make_unique_for_overwrite<float[]>(kTileKeys * dims)),
+        weights(std::make_unique_for_overwrite<float[]>(queries * kTileKeys)),
         sums(queries * dims),
         top(queries, -kInfinity),
         total(queries) {}
 
-  int64_t dims;  // head_dim, padded
-  std::vector<float> q;        // [queries, head_dim]
-  std::vector<float> keys;     // [dims, kTileKeys]
-  std::vector<float> values;   // [kTileKeys, dims]
-  std::vector<float> weights;  // [queries, kTileKeys], first scores
-  std::vector<float> sums;     // [queries, dims]
-  std::vector<float> top;      // [queries], the largest score
-  std::vector<float> total;    // [queries], of exp(score - top)
+  int64_t dims;                        // head_dim, padded
+  std::unique_ptr<float[]> q;        // [queries, head_dim]
+  std::unique_ptr<float[]> keys;     // [dims, kTileKeys]
+  std::unique_ptr<float[]> values;   // [kTileKeys, dims]
+  std::unique_ptr<float[]> weights;  // [queries, kTileKeys], first scores
+  std::vector<float> sums;           // [queries, dims]
+  std::vector<float> top;            // [queries], the largest score
+  std::vector<float> total;          // [queries], of exp(score - top)
 };
 
 // Where the keys of a tile lie, and its values: elements from the head's first on.
@@ -132,19 +133,21 @@ void ReadKeys(const T* head, const TileLines& lines, int64_t length, Ahead<T> ah
     const int64_t* line = lines.line + key;
     const int num_lines = std::clamp<int64_t>(lines.count - key, 0, kLanes);
     for (int i = 0; i < num_lines; ++i) ahead.Fetch();
-    auto of_line = [&](int i) { return reinterpret_cast<const Key*>(head + line[i]); };
-    for (int64_t dim = 0; dim < length; dim += kLanes) {
-      Floats rows[kLanes] = {};
+    const Key* of_line[kLanes];
+    for (int i = 0; i < kLanes; ++i)
+      of_line[i] = reinterpret_cast<const Key*>(head + line[i]);
+    float* columns = &s.keys[key];
+    for (int64_t dim = 0; dim < length; dim += kLanes, columns += kLanes * kTileKeys) {
+      Floats rows[kLanes];
       if (num_lines == kLanes && dim + kLanes <= length) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) rows[i] = LoadFloats(of_line(i) + dim);
+        LoadTransposed(of_line, dim, rows);
       } else {
-        for (int i = 0; i < num_lines; ++i) rows[i] = LoadPart(of_line(i), dim, length);
+        for (int i = 0; i < kLanes; ++i)
+          rows[i] = i < num_lines ? LoadPart(of_line[i], dim, length) : Floats{};
+        Transpose(rows);
       }
-      Transpose(rows);
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i)
-        StoreFloats(&s.keys[(dim + i) * kTileKeys + key], rows[i]);
+      for (int i = 0; i < kLanes; ++i) StoreFloats(columns + i * kTileKeys, rows[i]);
     }
   }
 }
@@ -356,7 +359,7 @@ void DoTask(const Attention& a, const AttentionTask& task, const AttentionTask* 
     };
     if (!in_place) {
       ReadValues(values, lines, a.head_dim, ahead, s);
-      add(s.values.data(), s.dims, 0, lines.count);
+      add(s.values.get(), s.dims, 0, lines.count);
       continue;
     }
     for (int64_t key = 0, run; key < lines.count; key += run) {

@@ -7,9 +7,12 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
+#include <type_traits>
 
 #include "kernels.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace jaxkv {
@@ -144,14 +147,15 @@ void MultiplyBlock(int64_t tokens, int64_t outs, const X* x, const W* w, int64_t
   }
 }
 
-template <class X, class W, class Y>
-void MultiplyAll(const X* x, const Products& p, const ParallelFor& parallel_for) {
-  auto fit = [&](int64_t bytes, int64_t size, int64_t tile) {
-    return std::max<int64_t>(bytes / std::max(p.in_dim * size, size) / tile, 1) * tile;
-  };
-  const int64_t block = std::min(fit(kBlockBytes, sizeof(X), kTileTokens), kBlockTokens);
-  const int64_t chunk = fit(kChunkBytes, sizeof(W), kTileOut);
-  constexpr int kAll = kTileOut * Multiplier<X, W>::kStep * sizeof(W) / kLineBytes;
+// How many vectors of in_dim elements fit into so many bytes, by whole tiles.
+inline int64_t Fit(int64_t bytes, int64_t in_dim, int64_t size, int64_t tile) {
+  return std::max<int64_t>(bytes / std::max(in_dim * size, size) / tile, 1) * tile;
+}
+
+// Cuts the weights into chunks of outputs, and runs task(w, outs, y, y_stride) of each.
+template <class W, class Y, class Task>
+void ForEachChunk(const Products& p, int64_t chunk, const ParallelFor& parallel_for,
+                  const Task& task) {
   int64_t total = 0;
   for (int64_t i = 0; i < p.num_weights; ++i)
     total += (p.weights[i].out_dim + chunk - 1) / chunk;
@@ -161,20 +165,85 @@ void MultiplyAll(const X* x, const Products& p, const ParallelFor& parallel_for)
          ++weight)
       index -= chunks;
     const int64_t begin = index * chunk;
-    const int64_t outs = std::min(chunk, weight->out_dim - begin);
-    const W* w = static_cast<const W*>(weight->w) + begin * p.in_dim;
-    Y* y = static_cast<Y*>(weight->y) + begin;
+    task(static_cast<const W*>(weight->w) + begin * p.in_dim,
+         std::min(chunk, weight->out_dim - begin), static_cast<Y*>(weight->y) + begin,
+         weight->out_dim);
+  });
+}
+
+template <class X, class W, class Y>
+void MultiplyAll(const X* x, const Products& p, const ParallelFor& parallel_for) {
+  const int64_t block =
+      std::min(Fit(kBlockBytes, p.in_dim, sizeof(X), kTileTokens), kBlockTokens);
+  const int64_t chunk = Fit(kChunkBytes, p.in_dim, sizeof(W), kTileOut);
+  constexpr int kAll = kTileOut * Multiplier<X, W>::kStep * sizeof(W) / kLineBytes;
+  auto task = [&](const W* w, int64_t outs, Y* y, int64_t y_stride) {
     for (int64_t m = 0; m < p.tokens; m += block) {
       const int64_t tokens = std::min(block, p.tokens - m);
       const int64_t tiles = (tokens + kTileTokens - 1) / kTileTokens;
       auto multiply = tiles == 1   ? MultiplyBlock<kAll, X, W, Y>
                       : tiles == 2 ? MultiplyBlock<(kAll + 1) / 2, X, W, Y>
                                    : MultiplyBlock<(kAll + 2) / 3, X, W, Y>;
-      multiply(tokens, outs, x + m * p.in_dim, w, p.in_dim, y + m * weight->out_dim,
-               weight->out_dim);
+      multiply(tokens, outs, x + m * p.in_dim, w, p.in_dim, y + m * y_stride, y_stride);
     }
-  });
+  };
+  ForEachChunk<W, Y>(p, chunk, parallel_for, task);
 }
+
+#if defined(JAXKV_HAS_TILES)
+// Whether the CPU's tiles can be used, and all of these products consist of whole ones.
+// Never does it depend on the tokens, since other sums would be rounded otherwise.
+inline bool FitTiles(const Products& p) {
+  return p.in_dim > 0 && p.in_dim % kTileDepth == 0 &&
+         std::all_of(p.weights, p.weights + p.num_weights,
+                     [](const Weight& w) { return w.out_dim % kTileRows == 0; }) &&
+         MayUseTiles();
+}
+
+// As MultiplyAll: while it multiplies two tiles of outputs, it fetches the next two.
+template <class Y>
+void MultiplyAllInTiles(const BFloat16* x, const Products& p,
+                        const ParallelFor& parallel_for) {
+  const int64_t groups = (p.tokens + kTileRows - 1) / kTileRows;
+  const int64_t group_size = kTileRows * p.in_dim;
+  std::unique_ptr<BFloat16[], decltype(&std::free)> packed(
+      static_cast<BFloat16*>(
+          std::aligned_alloc(kLineBytes, groups * group_size * sizeof(BFloat16))),
+      &std::free);
+  auto pack = [&](int64_t group) {
+    const int64_t first = group * kTileRows;
+    PackTokens(x + first * p.in_dim, std::min<int64_t>(kTileRows, p.tokens - first),
+               p.in_dim, packed.get() + group * group_size);
+  };
+  if (groups <= 2) {
+    for (int64_t group = 0; group < groups; ++group) pack(group);
+  } else {
+    parallel_for(groups, pack);
+  }
+  auto task = [&](const BFloat16* w, int64_t outs, Y* y, int64_t y_stride) {
+    TileScope scope;
+    for (int64_t group = 0; group < groups; group += 2) {
+      const BFloat16* tokens = packed.get() + group * group_size;
+      const int64_t first = group * kTileRows, num_tokens = p.tokens - first;
+      for (int64_t n = 0; n < outs;) {
+        const bool is_pair = n + 2 * kTileRows <= outs;
+        const int64_t num_outs = is_pair ? 2 * kTileRows : kTileRows;
+        const BFloat16* tile = w + n * p.in_dim;
+        const char* ahead = reinterpret_cast<const char*>(tile + num_outs * p.in_dim);
+        auto multiply = groups - group > 1 ? is_pair ? MultiplyTilesTo<2, 2, Y>
+                                                     : MultiplyTilesTo<1, 2, Y>
+                        : is_pair          ? MultiplyTilesTo<2, 1, Y>
+                                           : MultiplyTilesTo<1, 1, Y>;
+        multiply(tile, tokens, p.in_dim, num_tokens, y + first * y_stride + n, y_stride,
+                 group == 0 ? ahead : nullptr);
+        n += num_outs;
+      }
+    }
+  };
+  const int64_t chunk = Fit(kChunkBytes, p.in_dim, sizeof(BFloat16), 2 * kTileRows);
+  ForEachChunk<BFloat16, Y>(p, chunk, parallel_for, task);
+}
+#endif
 
 // Counts the tokens up to the last that is not all zeros.
 template <class X>
@@ -198,6 +267,16 @@ void MultiplyTo(const X* x, Products p, const ParallelFor& parallel_for) {
                 (p.tokens - tokens) * line);
   }
   p.tokens = tokens;
+  if (tokens == 0) return;
+#if defined(JAXKV_HAS_TILES)
+  if constexpr (std::is_same_v<X, BFloat16>) {
+    if (FitTiles(p)) {
+      return p.result_type == Type::kFloat32
+                 ? MultiplyAllInTiles<float>(x, p, parallel_for)
+                 : MultiplyAllInTiles<BFloat16>(x, p, parallel_for);
+    }
+  }
+#endif
   if (p.result_type == Type::kFloat32)
     MultiplyAll<X, W, float>(x, p, parallel_for);
   else

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -173,6 +173,16 @@ inline Floats Interleave(Floats a, Floats b, std::integer_sequence<int, kLane...
   return __builtin_shufflevector(a, b, (kFirst + kLane / 2 + kLane % 2 * kLanes)...);
 }
 
+// Of each four lanes of `a` and `b` two, from kFirst on, kWidth of them by turns.
+template <int kWidth, int kFirst, int... kLane>
+inline Floats InQuarters(Floats a, Floats b, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(
+      a, b,
+      (kLane / 4 * 4 + kFirst +
+       (kWidth == 1 ? kLane % 4 / 2 + kLane % 2 * kLanes
+                    : kLane % 2 + kLane % 4 / 2 * kLanes))...);
+}
+
 }  // namespace transposition
 
 inline void Transpose(Floats (&rows)[kLanes]) {
@@ -189,6 +199,48 @@ inline void Transpose(Floats (&rows)[kLanes]) {
     std::memcpy(&rows, &next, sizeof next);
   }
 }
+
+// Loads kLanes elements, from `first` on, of each of kLanes lines, and transposes them.
+template <class T>
+inline void LoadTransposed(const T* const (&lines)[kLanes], int64_t first,
+                           Floats (&columns)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) columns[i] = LoadFloats(lines[i] + first);
+  Transpose(columns);
+}
+
+#if defined(__AVX512F__)
+// By loads of quarters, which leave half of the shuffles to do, none across quarters.
+template <>
+inline void LoadTransposed(const float* const (&lines)[kLanes], int64_t first,
+                           Floats (&columns)[kLanes]) {
+  constexpr auto kAll = std::make_integer_sequence<int, kLanes>{};
+#pragma GCC unroll 4
+  for (int64_t quarter = 0; quarter < kLanes; quarter += 4) {
+    Floats rows[4];  // of lines i, i + 4, i + 8, i + 12
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      auto load = [&](int line) { return _mm_loadu_ps(lines[line] + first + quarter); };
+      __m512 row = _mm512_castps128_ps512(load(i));
+      row = _mm512_insertf32x4(row, load(i + 4), 1);
+      row = _mm512_insertf32x4(row, load(i + 8), 2);
+      rows[i] = (Floats)_mm512_insertf32x4(row, load(i + 12), 3);
+    }
+    Floats pairs[4];
+#pragma GCC unroll 2
+    for (int i = 0; i < 4; i += 2) {
+      pairs[i] = transposition::InQuarters<1, 0>(rows[i], rows[i + 1], kAll);
+      pairs[i + 1] = transposition::InQuarters<1, 2>(rows[i], rows[i + 1], kAll);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      Floats* result = columns + quarter + 2 * i;
+      result[0] = transposition::InQuarters<2, 0>(pairs[i], pairs[i + 2], kAll);
+      result[1] = transposition::InQuarters<2, 2>(pairs[i], pairs[i + 2], kAll);
+    }
+  }
+}
+#endif
 
 // exp, within 2 units in the last place; 0 below -87.3, of NaN it is NaN. Reduction by
 // ln 2 in two parts and a polynomial of degree 6 (Cody & Waite, 1980).

@@ -15,9 +15,6 @@ from jaxtyping import Array, Float
 import cpu_kernels
 from pallas_kernels import target_device
 
-# With more tokens, AMX outweighs what a product of XLA's costs besides.
-_MOST_TOKENS_WITHOUT_AMX = 32
-
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -35,9 +32,6 @@ def multiply(
 ) -> tuple[jax.Array, ...]:
     """Return x @ weight.T for each weight; sums are float32.
 
-    Of many bfloat16 tokens XLA's products are taken on a CPU with AMX, and these may
-    depend on how many tokens there are.
-
     Args:
         x: One row per token.
         *weights: As checkpoints have them; their out_dims may differ.
@@ -46,12 +40,6 @@ def multiply(
     implementation = _first_that_can(
         cpu_kernels.multiply, cpu_kernels.multiply_reference
     )
-    if (
-        x.dtype == "bfloat16"
-        and len(x) > _MOST_TOKENS_WITHOUT_AMX
-        and cpu_kernels.has_amx()
-    ):
-        implementation = cpu_kernels.multiply_reference
     return implementation(x, *weights, result_dtype=result_dtype)
 
 

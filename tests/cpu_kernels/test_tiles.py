@@ -1,0 +1,150 @@
+"""The products of tiles, on tiles in plain C++: they need no CPU that has them."""
+
+import ast
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+import pytest
+
+import cpu_kernels
+from cpu_kernels import entry
+
+ROOT = Path(__file__).parents[2]
+NAME = "emulated_tiles"
+
+pytestmark = pytest.mark.skipif(
+    "avx512_bf16" not in cpu_kernels.supported_instruction_sets()
+    or shutil.which("g++") is None,
+    reason="needs AVX-512 with bfloat16 beside the tiles, and a compiler",
+)
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """Compile the kernels with tiles in plain C++, and register them with XLA."""
+    tree = ast.parse((ROOT / "hatch_build.py").read_text())
+    values = {
+        ast.unparse(node.targets[0]): node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+    }
+    flags = ast.literal_eval(values["FLAGS"])["avx512_bf16"]
+    common = ast.literal_eval(values["COMMON_FLAGS"]).replace("-O3", "-O1")
+    library = tmp_path_factory.mktemp("kernels") / f"{NAME}.so"
+    header = ROOT / "tests" / "cpu_kernels" / "emulated_tiles.h"
+    command = ["g++", *common.split(), *flags.split(), f'-DJAXKV_TILES="{header}"']
+    command += ["-isystem", str(Path(jaxlib.__file__).parent / "include")]
+    command += [str(ROOT / "cpu_kernels" / "src" / "library.cc"), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=600)
+    capsule = jax.ffi.pycapsule(ctypes.CDLL(str(library)).jaxkv_multiply)
+    jax.ffi.register_ffi_target(f"jaxkv_multiply_{NAME}", capsule, platform="cpu")
+    return library
+
+
+@pytest.fixture
+def multiply(emulated, monkeypatch):
+    """`cpu_kernels.multiply` in tiles."""
+    monkeypatch.setattr(entry, "load", lambda instruction_set: instruction_set)
+
+    def call(x, *weights, result_dtype="float32"):
+        x, *weights = (jnp.asarray(array, "bfloat16") for array in (x, *weights))
+        ys = cpu_kernels.multiply(
+            x, *weights, result_dtype=result_dtype, instruction_set=NAME
+        )
+        return [np.asarray(y) for y in ys]
+
+    return call
+
+
+def random_integers(seed, *shape):
+    """Products of such are exact in float32, whatever the order of the sum."""
+    return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
+
+
+def bfloat16_floats(seed, *shape):
+    floats = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return np.asarray(jnp.asarray(floats, "bfloat16")).astype(np.float32)
+
+
+# One and two tiles of tokens and of outputs, parts of such, and several chunks.
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 65, 100])
+@pytest.mark.parametrize("in_dim", [32, 64, 576, 1536])
+def test_products_of_integers_are_exact(multiply, tokens, in_dim):
+    x = random_integers(0, tokens, in_dim)
+    weights = [random_integers(n, n, in_dim) for n in (16, 32, 48, 208)]
+    result_dtype = ("float32", "bfloat16")[tokens % 2]
+    ys = multiply(x, *weights, result_dtype=result_dtype)
+    for w, y in zip(weights, ys, strict=True):
+        assert y.dtype == result_dtype
+        assert (y == (x @ w.T).astype(y.dtype)).all()
+
+
+def test_sums_are_those_of_tiles(multiply):
+    """Even and odd elements apart in 32 at a time: what vectors do not do."""
+    x, w = bfloat16_floats(0, 20, 96), bfloat16_floats(1, 48, 96)
+    (y,) = multiply(x, w)
+    expected = np.zeros((20, 48), np.float32)
+    for first in range(0, 96, 32):
+        apart = [np.zeros((20, 48)), np.zeros((20, 48))]
+        for i in range(first, first + 32):
+            # A product of two bfloat16 is exact; fused, their sum is rounded once.
+            exact = x[:, i, None].astype(np.float64) * w[None, :, i]
+            apart[i % 2] = (apart[i % 2] + exact).astype(np.float32).astype(np.float64)
+        expected += apart[0].astype(np.float32) + apart[1].astype(np.float32)
+    np.testing.assert_array_equal(y, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 16, 17, 32, 40])
+def test_a_token_gets_the_same_bits_in_any_batch(multiply, tokens):
+    x, w = bfloat16_floats(2, 70, 576), bfloat16_floats(3, 112, 576)
+    (together,) = multiply(x, w)
+    for first in (0, 70 - tokens, 11):
+        (alone,) = multiply(x[first : first + tokens], w)
+        np.testing.assert_array_equal(alone, together[first : first + tokens])
+
+
+@pytest.mark.parametrize(("in_dim", "out_dims"), [(48, (16,)), (64, (32, 24))])
+def test_what_is_not_whole_tiles_is_multiplied_by_vectors(multiply, in_dim, out_dims):
+    x = bfloat16_floats(4, 9, in_dim)
+    weights = [bfloat16_floats(n, n, in_dim) for n in out_dims]
+    expected = cpu_kernels.multiply(
+        *(jnp.asarray(array, "bfloat16") for array in (x, *weights)),
+        result_dtype="float32",
+        instruction_set=NAME,
+    )
+    by_vectors = [
+        np.asarray(y)
+        for y in cpu_kernels.multiply_reference(
+            *(jnp.asarray(array, "bfloat16") for array in (x, *weights)),
+            result_dtype="float32",
+        )
+    ]
+    for y, close in zip(expected, by_vectors, strict=True):
+        np.testing.assert_allclose(y, close, rtol=1e-5, atol=1e-4)
+
+
+def test_padding_gives_zeros_whatever_the_weights_hold(multiply):
+    x = np.zeros((40, 64), np.float32)
+    x[:18] = random_integers(5, 18, 64)
+    w = random_integers(6, 32, 64)
+    (y,) = multiply(x, w)
+    np.testing.assert_array_equal(y, x @ w.T)
+    (y,) = multiply(np.zeros((40, 64)), np.full((32, 64), np.nan))
+    np.testing.assert_array_equal(y, np.zeros((40, 32)))
+
+
+def test_nan_stays_with_its_token_and_its_output(multiply):
+    x, w = random_integers(7, 37, 64), random_integers(8, 48, 64)
+    expected = x @ w.T
+    x[20, 5] = w[33, 2] = np.nan
+    (y,) = multiply(x, w)
+    is_nan = np.zeros(y.shape, bool)
+    is_nan[20] = is_nan[:, 33] = True
+    assert np.isnan(y[is_nan]).all()
+    np.testing.assert_array_equal(y[~is_nan], expected[~is_nan])
