@@ -6,6 +6,7 @@ when the project is installed. A library is loaded when it is first asked for.
 
 import ctypes
 import functools
+import os
 from pathlib import Path
 
 import jax
@@ -38,6 +39,9 @@ def supported_instruction_sets() -> tuple[str, ...]:
 def load(instruction_set: str | None = None) -> str:
     """Register the kernels of an instruction set with XLA; None: of the fastest.
 
+    The environment variable JAXKV_INSTRUCTION_SET, read once, names another than the
+    fastest.
+
     Returns:
         The instruction set, with which the names of its kernels in XLA end.
 
@@ -53,7 +57,7 @@ def load(instruction_set: str | None = None) -> str:
                 if any(_FOLDER.glob("*.so"))
                 else "kernels that were not compiled when jaxkv was installed"
             )
-        return load(supported[0])
+        return load(os.environ.get("JAXKV_INSTRUCTION_SET") or supported[0])
     if instruction_set not in supported:
         raise NotImplementedError(f"{instruction_set}; there are {supported}")
     try:

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
 #include <type_traits>
 
@@ -206,14 +205,12 @@ void MultiplyAllInTiles(const BFloat16* x, const Products& p,
                         const ParallelFor& parallel_for) {
   const int64_t groups = (p.tokens + kTileRows - 1) / kTileRows;
   const int64_t group_size = kTileRows * p.in_dim;
-  std::unique_ptr<BFloat16[], decltype(&std::free)> packed(
-      static_cast<BFloat16*>(
-          std::aligned_alloc(kLineBytes, groups * group_size * sizeof(BFloat16))),
-      &std::free);
+  auto rows = std::make_unique_for_overwrite<TileRow[]>(groups * group_size / kTileDepth);
+  BFloat16* packed = rows[0].elements;
   auto pack = [&](int64_t group) {
     const int64_t first = group * kTileRows;
     PackTokens(x + first * p.in_dim, std::min<int64_t>(kTileRows, p.tokens - first),
-               p.in_dim, packed.get() + group * group_size);
+               p.in_dim, packed + group * group_size);
   };
   if (groups <= 2) {
     for (int64_t group = 0; group < groups; ++group) pack(group);
@@ -223,7 +220,7 @@ void MultiplyAllInTiles(const BFloat16* x, const Products& p,
   auto task = [&](const BFloat16* w, int64_t outs, Y* y, int64_t y_stride) {
     TileScope scope;
     for (int64_t group = 0; group < groups; group += 2) {
-      const BFloat16* tokens = packed.get() + group * group_size;
+      const BFloat16* tokens = packed + group * group_size;
       const int64_t first = group * kTileRows, num_tokens = p.tokens - first;
       for (int64_t n = 0; n < outs;) {
         const bool is_pair = n + 2 * kTileRows <= outs;

@@ -27,6 +27,10 @@ constexpr int kTileRows = 16;   // and float32 in a row
 constexpr int kTileDepth = 32;  // bfloat16 in a row
 constexpr int kTileSize = kTileRows * kTileDepth;
 
+struct alignas(kLineBytes) TileRow {
+  BFloat16 elements[kTileDepth];
+};
+
 #if defined(JAXKV_HAS_TILES)
 
 // Whether the system lets this process use tiles; it has to be asked once.

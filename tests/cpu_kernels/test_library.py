@@ -114,12 +114,32 @@ def test_a_named_instruction_set_that_is_not_there_is_refused(pretend):
             )
 
 
-def test_the_fastest_is_taken():
+def test_the_fastest_is_taken(monkeypatch):
+    monkeypatch.delenv("JAXKV_INSTRUCTION_SET", raising=False)
+    library.load.cache_clear()
     supported = cpu_kernels.supported_instruction_sets()
     if not supported:
         pytest.skip("no kernels for this machine, or none compiled")
     text = jax.jit(cpu_kernels.multiply).lower(jnp.ones((2, 4)), jnp.ones((3, 4)))
     assert f"jaxkv_multiply_{supported[0]}" in text.as_text()
+
+
+def test_the_environment_names_another(monkeypatch):
+    supported = cpu_kernels.supported_instruction_sets()
+    if not supported:
+        pytest.skip("no kernels for this machine, or none compiled")
+    x, w = jnp.ones((2, 4)), jnp.ones((3, 4))
+    try:
+        monkeypatch.setenv("JAXKV_INSTRUCTION_SET", supported[-1])
+        library.load.cache_clear()
+        text = jax.jit(lambda *a: cpu_kernels.multiply(*a)).lower(x, w).as_text()
+        assert f"jaxkv_multiply_{supported[-1]}" in text
+        monkeypatch.setenv("JAXKV_INSTRUCTION_SET", "neon")
+        library.load.cache_clear()
+        with pytest.raises(NotImplementedError, match="neon; there are"):
+            cpu_kernels.multiply(x, w)
+    finally:
+        library.load.cache_clear()
 
 
 def test_features_are_read_from_linux(monkeypatch):

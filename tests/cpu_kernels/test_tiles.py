@@ -1,7 +1,8 @@
-"""The products of tiles, on tiles in plain C++: they need no CPU that has them."""
+"""Products in tiles, on tiles in plain C++, and on those of the CPU if it has some."""
 
 import ast
 import ctypes
+import functools
 import shutil
 import subprocess
 from pathlib import Path
@@ -47,19 +48,24 @@ def emulated(tmp_path_factory):
     return library
 
 
-@pytest.fixture
-def multiply(emulated, monkeypatch):
+@pytest.fixture(params=[NAME, "amx"])
+def multiply(request, monkeypatch):
     """`cpu_kernels.multiply` in tiles."""
-    monkeypatch.setattr(entry, "load", lambda instruction_set: instruction_set)
+    if request.param == NAME:
+        request.getfixturevalue("emulated")
+        entry.load("avx512_bf16")  # which a test compares with
+        monkeypatch.setattr(entry, "load", lambda instruction_set: instruction_set)
+    elif request.param not in cpu_kernels.supported_instruction_sets():
+        pytest.skip("a machine without AMX")
+    return functools.partial(multiply_by, request.param)
 
-    def call(x, *weights, result_dtype="float32"):
-        x, *weights = (jnp.asarray(array, "bfloat16") for array in (x, *weights))
-        ys = cpu_kernels.multiply(
-            x, *weights, result_dtype=result_dtype, instruction_set=NAME
-        )
-        return [np.asarray(y) for y in ys]
 
-    return call
+def multiply_by(instruction_set, x, *weights, result_dtype="float32"):
+    x, *weights = (jnp.asarray(array, "bfloat16") for array in (x, *weights))
+    ys = cpu_kernels.multiply(
+        x, *weights, result_dtype=result_dtype, instruction_set=instruction_set
+    )
+    return [np.asarray(y) for y in ys]
 
 
 def random_integers(seed, *shape):
@@ -85,10 +91,11 @@ def test_products_of_integers_are_exact(multiply, tokens, in_dim):
         assert (y == (x @ w.T).astype(y.dtype)).all()
 
 
-def test_sums_are_those_of_tiles(multiply):
+def test_sums_are_those_of_tiles(emulated, monkeypatch):
     """Even and odd elements apart in 32 at a time: what vectors do not do."""
+    monkeypatch.setattr(entry, "load", lambda instruction_set: instruction_set)
     x, w = bfloat16_floats(0, 20, 96), bfloat16_floats(1, 48, 96)
-    (y,) = multiply(x, w)
+    (y,) = multiply_by(NAME, x, w)
     expected = np.zeros((20, 48), np.float32)
     for first in range(0, 96, 32):
         apart = [np.zeros((20, 48)), np.zeros((20, 48))]
@@ -113,20 +120,10 @@ def test_a_token_gets_the_same_bits_in_any_batch(multiply, tokens):
 def test_what_is_not_whole_tiles_is_multiplied_by_vectors(multiply, in_dim, out_dims):
     x = bfloat16_floats(4, 9, in_dim)
     weights = [bfloat16_floats(n, n, in_dim) for n in out_dims]
-    expected = cpu_kernels.multiply(
-        *(jnp.asarray(array, "bfloat16") for array in (x, *weights)),
-        result_dtype="float32",
-        instruction_set=NAME,
-    )
-    by_vectors = [
-        np.asarray(y)
-        for y in cpu_kernels.multiply_reference(
-            *(jnp.asarray(array, "bfloat16") for array in (x, *weights)),
-            result_dtype="float32",
-        )
-    ]
-    for y, close in zip(expected, by_vectors, strict=True):
-        np.testing.assert_allclose(y, close, rtol=1e-5, atol=1e-4)
+    ys = multiply(x, *weights)
+    by_vectors = multiply_by("avx512_bf16", x, *weights)
+    for y, expected in zip(ys, by_vectors, strict=True):
+        np.testing.assert_array_equal(y, expected)
 
 
 def test_padding_gives_zeros_whatever_the_weights_hold(multiply):
