@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from jaxkv import BeamSearchParams, SamplingParams
-from jaxkv.testing import scripted_engine
+from jaxkv import BeamSearchParams, Engine, SamplingParams
+from jaxkv.testing import scripted_engine, tiny_llama
 from tests.helpers import run_engine
 from tests.jaxkv.engine.conftest import CONFIG
 
@@ -144,6 +146,43 @@ def test_b51_what_was_computed_behind_the_end_is_neither_said_nor_published(mult
     for params in (ignoring, minimum):
         output = run_engine(engine, {"r": (prompt, params)})["r"]
         assert tokens_of(output) == [[105, 106, EOS, 108, 109, 110]]
+
+
+@ASYNC_SCHEDULING
+@pytest.mark.parametrize("multi_step", [1, 3])
+def test_b141_each_step_takes_the_pools_over_and_nothing_else(
+    async_scheduling, multi_step
+):
+    params, model_config = tiny_llama()
+    config = dataclasses.replace(
+        CONFIG, async_scheduling=async_scheduling, multi_step=multi_step
+    )
+    engine = Engine.from_params(params, model_config, config)
+    runner = engine._runner
+    shapes = [(x.dtype, x.shape) for x in jax.tree.leaves(runner._cache)]
+    places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(runner._cache)]
+    batches = []
+    dispatch = runner.dispatch
+
+    def checked(batch, num_steps=1):
+        donated = jax.tree.leaves((runner._cache, runner._rows))
+        batch = jax.tree.map(jnp.asarray, batch)
+        batches.append(batch)
+        result = dispatch(batch, num_steps)
+        assert all(x.is_deleted() for x in donated)
+        pools = jax.tree.leaves(runner._cache)
+        assert [(x.dtype, x.shape) for x in pools] == shapes
+        assert [x.unsafe_buffer_pointer() for x in pools] == places
+        return result
+
+    runner.dispatch = checked
+    for n in range(3):
+        engine.add_request(str(n), [10 + n] * (3 + 4 * n), GREEDY)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert len(batches) >= 3
+    kept = jax.tree.leaves((batches, params, runner._params))
+    assert not any(x.is_deleted() for x in kept)
 
 
 def test_several_steps_in_one_say_the_same_in_fewer_dispatches():

@@ -67,6 +67,41 @@ def test_after_eager_warm_up_nothing_compiles_whatever_is_asked_for(
     assert backend_compilations == []
 
 
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_b138_serving_in_another_mesh_than_warm_up_compiles_nothing(
+    backend_compilations, async_scheduling
+):
+    params, model_config = tiny_llama()
+    config = EngineConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        async_scheduling=async_scheduling,
+        **LIMITS,
+    )
+    axis_types = (jax.sharding.AxisType.Auto,)
+    meshes = [jax.make_mesh((1,), (name,), axis_types=axis_types) for name in "xy"]
+    with jax.set_mesh(meshes[0]):
+        engine = Engine.from_params(params, model_config, config)
+    num_compilations = engine.stats().num_compilations
+    rng = np.random.default_rng(0)
+    requests = {
+        str(length): (
+            rng.integers(0, 128, length).tolist(),
+            SamplingParams(max_tokens=3, seed=length, logprobs=length % 3),
+        )
+        for length in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)
+    }
+    backend_compilations.clear()
+    expected = run_engine(engine, requests)
+    for mesh in meshes:
+        with jax.set_mesh(mesh):
+            found = run_engine(engine, requests)
+        for key, output in expected.items():
+            assert found[key].outputs[0].token_ids == output.outputs[0].token_ids
+    assert engine.stats().num_compilations == num_compilations
+    assert backend_compilations == []
+
+
 def test_after_eager_warm_up_swapping_compiles_nothing(backend_compilations):
     params, model_config = tiny_llama()
     config = EngineConfig(
