@@ -39,8 +39,7 @@ def supported_instruction_sets() -> tuple[str, ...]:
 def load(instruction_set: str | None = None) -> str:
     """Register the kernels of an instruction set with XLA; None: of the fastest.
 
-    The environment variable JAXKV_INSTRUCTION_SET, read once, names another than the
-    fastest.
+    The environment variable JAXKV_INSTRUCTION_SET names another than the fastest.
 
     Returns:
         The instruction set, with which the names of its kernels in XLA end.
@@ -48,6 +47,7 @@ def load(instruction_set: str | None = None) -> str:
     Raises:
         NotImplementedError: This machine cannot run them, they were not compiled, or
             they do not load.
+        ValueError: JAXKV_INSTRUCTION_SET names one that is not there.
     """
     supported = supported_instruction_sets()
     if instruction_set is None:
@@ -57,7 +57,12 @@ def load(instruction_set: str | None = None) -> str:
                 if any(_FOLDER.glob("*.so"))
                 else "kernels that were not compiled when jaxkv was installed"
             )
-        return load(os.environ.get("JAXKV_INSTRUCTION_SET") or supported[0])
+        chosen = os.environ.get("JAXKV_INSTRUCTION_SET") or supported[0]
+        if chosen not in supported:
+            raise ValueError(
+                f"JAXKV_INSTRUCTION_SET is {chosen!r}; this machine has {supported}"
+            )
+        return load(chosen)
     if instruction_set not in supported:
         raise NotImplementedError(f"{instruction_set}; there are {supported}")
     try:

@@ -135,7 +135,7 @@ void ReadKeys(const T* head, const TileLines& lines, int64_t length, Ahead<T> ah
     for (int i = 0; i < num_lines; ++i) ahead.Fetch();
     const Key* of_line[kLanes];
     for (int i = 0; i < kLanes; ++i)
-      of_line[i] = reinterpret_cast<const Key*>(head + line[i]);
+      of_line[i] = i < num_lines ? reinterpret_cast<const Key*>(head + line[i]) : nullptr;
     float* columns = &s.keys[key];
     for (int64_t dim = 0; dim < length; dim += kLanes, columns += kLanes * kTileKeys) {
       Floats rows[kLanes];

@@ -1,9 +1,9 @@
 // Products of a few tokens with weights kept as [out_dim, in_dim].
 //
-// Both operands are contiguous along the axis summed over, so neither is packed, and a
-// weight is read in order and, for up to kBlockTokens tokens, once. Every output is the
-// sum of kLanes partial sums, each taken in order: it depends on its own token and weight
-// only, to the last bit.
+// Both operands are contiguous along the axis summed over, so vectors need neither packed
+// (tiles.h: tokens are), and a weight is read in order and, for up to kBlockTokens tokens,
+// once. Every output is the sum of the same partial sums, each taken in order: it depends
+// on its own token and weight only, to the last bit.
 #pragma once
 
 #include <algorithm>

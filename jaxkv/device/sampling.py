@@ -275,12 +275,14 @@ def _draw(
         lambda: _threshold(logits, inputs),
         lambda: jnp.full((logits.shape[0], 1), -jnp.inf, logits.dtype),
     )
-    best = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(_keep_at_least(logits, threshold) - best)
+    # A NaN takes part no more than what is masked. If nothing does, token 0 is drawn.
+    is_kept = (logits >= threshold) & (logits > -jnp.inf)
+    best = jnp.max(logits, axis=-1, keepdims=True, where=is_kept, initial=-jnp.inf)
+    weights = jnp.where(is_kept, jnp.exp(logits - best), 0.0)
 
     def uniform(key: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(key, impl=PRNG_IMPL)
-        return jax.random.uniform(jax.random.fold_in(key, position), (2,))
+        return jax.random.uniform(jax.random.fold_in(key, position), (2,), jnp.float32)
 
     return _draw_by_weight(weights, jax.vmap(uniform)(inputs.keys, inputs.positions))
 

@@ -49,7 +49,8 @@ def _memory_of(arrays: Iterable[jax.Array]) -> list[tuple[int, int]]:
 
 def _collapse(ranges: Sequence[tuple[int, int]]) -> int:
     """Move memory into huge pages; return the bytes asked for successfully."""
-    if _libc is None:
+    libc = _libc
+    if libc is None:
         return 0
     total, done_until = 0, 0
     for address, size in ranges:
@@ -57,7 +58,7 @@ def _collapse(ranges: Sequence[tuple[int, int]]) -> int:
         end = -(-(address + size) // _UNIT) * _UNIT
         # The first and the last page have neighbours, which need not be mapped.
         for first in range(begin, end, _UNIT):
-            result = _libc.madvise(
+            result = libc.madvise(
                 ctypes.c_void_p(first), ctypes.c_size_t(_UNIT), _MADV_COLLAPSE
             )
             if result == 0:

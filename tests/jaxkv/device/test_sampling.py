@@ -425,6 +425,16 @@ def test_logits_of_minus_infinity_are_never_drawn(options):
     assert drawn(row, temperature=50.0, histories=histories, **options) == set(range(5))
 
 
+@pytest.mark.parametrize("options", [{}, {"min_p": 0.5}], ids=str)
+def test_nan_is_drawn_no_more_than_what_is_masked(options):
+    row = np.full(VOCAB, -np.inf)
+    row[[3, 7]] = 0.0
+    assert drawn(row, **options) == {3, 7}
+    row[5] = np.nan
+    assert drawn(row) == {3, 7}
+    assert drawn(np.full(VOCAB, -np.inf)) == {0}
+
+
 # The draw
 
 

@@ -341,7 +341,7 @@ def test_abort_of_a_request_with_several_outputs_ends_them_all(tiny):
 
 def test_b79_n_outputs_end_at_different_times_for_their_own_reasons(tiny):
     prompt = [5, 6, 7]
-    params = SamplingParams(n=3, seed=8, max_tokens=9, ignore_eos=True)
+    params = SamplingParams(n=3, seed=9, max_tokens=9, ignore_eos=True)
     (output,) = run_engine(tiny.engine(), {"r": (prompt, params)}).values()
     texts = [list(completion.token_ids) for completion in output.outputs]
     stops = [texts[0][0], texts[1][4]]
