@@ -40,7 +40,7 @@ inline Tile& Use(int index) {
 }
 
 inline void LoadConfig(const void* memory) {
-  Check(!is_configured, "not released");  // a CPU allows it; the next thread would pay
+  Check(!is_configured, "not released");  // a CPU goes on, and the system saves them
   unsigned char config[64];
   std::memcpy(config, memory, 64);
   Check(config[0] == 1 && config[1] == 0, "palette");

@@ -9,6 +9,7 @@ from jax import lax
 
 import cpu_kernels
 from jaxkv.device import dense
+from tests.cpu_kernels.kernel_cases import random_integers
 
 DTYPES = ["float32", "bfloat16"]
 # On both sides of every tile: 3 or 4 tokens, 4 or 6 outputs, 8, 16 or 32 elements;
@@ -16,11 +17,6 @@ DTYPES = ["float32", "bfloat16"]
 TOKENS = (*range(1, 10), 31, 32, 33, 65)
 OUT_DIMS = (1, 5, 6, 7, 13, 97)
 IN_DIMS = (1, 15, 16, 17, 31, 33, 576, 1537)
-
-
-def random_integers(seed, *shape):
-    """Products of such are exact in float32, whatever the order of the sum."""
-    return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
 
 
 def random_floats(seed, *shape):

@@ -1,6 +1,5 @@
 """Products in tiles, on tiles in plain C++, and on those of the CPU if it has some."""
 
-import ast
 import ctypes
 import functools
 import shutil
@@ -15,8 +14,8 @@ import pytest
 
 import cpu_kernels
 from cpu_kernels import entry
+from tests.cpu_kernels.kernel_cases import ROOT, build_constant, random_integers
 
-ROOT = Path(__file__).parents[2]
 NAME = "emulated_tiles"
 
 pytestmark = pytest.mark.skipif(
@@ -29,14 +28,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
     """Compile the kernels with tiles in plain C++, and register them with XLA."""
-    tree = ast.parse((ROOT / "hatch_build.py").read_text())
-    values = {
-        ast.unparse(node.targets[0]): node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-    }
-    flags = ast.literal_eval(values["FLAGS"])["avx512_bf16"]
-    common = ast.literal_eval(values["COMMON_FLAGS"]).replace("-O3", "-O1")
+    flags = build_constant("FLAGS")["avx512_bf16"]
+    common = build_constant("COMMON_FLAGS").replace("-O3", "-O1")
     library = tmp_path_factory.mktemp("kernels") / f"{NAME}.so"
     header = ROOT / "tests" / "cpu_kernels" / "emulated_tiles.h"
     command = ["g++", *common.split(), *flags.split(), f'-DJAXKV_TILES="{header}"']
@@ -66,11 +59,6 @@ def multiply_by(instruction_set, x, *weights, result_dtype="float32"):
         x, *weights, result_dtype=result_dtype, instruction_set=instruction_set
     )
     return [np.asarray(y) for y in ys]
-
-
-def random_integers(seed, *shape):
-    """Products of such are exact in float32, whatever the order of the sum."""
-    return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
 
 
 def bfloat16_floats(seed, *shape):
